@@ -1,0 +1,111 @@
+"""Backward of the reference: the same minibatches again, with ``d_out`` and ``x`` pulled, every gradient at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeloom.backends.call import Gradients, LayerCall, Saved, Wanted
+from moeloom.backends.reference.activation import SwiGLU
+from moeloom.backends.reference.experts import blocks_with_weights, pre_activations
+from moeloom.backends.reference.plan import RowBlock, make_plan
+from moeloom.backends.reference.shared import shared_backward
+from moeloom.backends.reference.transfer import Ring, ordered_sum, padded, pull, push
+from moeloom.numerics import accumulate_dtype, fold_sum, matmul
+
+
+def backward(call: LayerCall, saved: Saved, d_out: Tensor, wanted: Wanted) -> Gradients:
+    """Compute the gradients of one call.
+
+    Rows below the saved ones are read back, the others are computed again by the same GEMMs on the same shapes, so the
+    bits do not depend on which. Router weights only ever multiply: they may be zero or negative.
+
+    Args:
+        call: arguments of forward.
+        saved: what forward returned.
+        d_out: [T, H] gradient of the output, operand dtype, contiguous.
+        wanted: which gradients to compute. Ranks must pull and push alike, so with several ranks d_x and d_w are
+            always formed.
+
+    Returns:
+        The gradients.
+
+    Determinism: d_x, d_w and routed weight gradients depend on the global batch and the weights alone; gradients of
+    shared experts are this rank's own sums.
+    """
+    plan = make_plan(saved.schedule, minibatch_rows=call.config.minibatch_rows, num_ranks=call.group.size)
+    state = _State(call, saved, len(plan), d_out, wanted)
+    seconds, top_k = call.config.wait_seconds(entry=False), call.top_k
+    for minibatch in plan:
+        tokens = [(call.x, state.x_ring), (d_out, state.d_out_ring)]
+        pull(call.group, minibatch, tokens, top_k=top_k, phase="backward pull", seconds=seconds)
+        for block, gate_up, down in blocks_with_weights(call, minibatch):
+            _block_backward(state, block, gate_up, down)
+        if state.wants_slots:
+            results = [(state.d_x_ring, state.d_x_slots), (state.d_w_ring, state.d_w_slots)]
+            push(call.group, minibatch, results, phase="backward push", seconds=seconds)
+    return _finish(state)
+
+
+class _State:
+    """Buffers of one backward call; everything uninitialised here is written before it is read."""
+
+    def __init__(self, call: LayerCall, saved: Saved, minibatches: int, d_out: Tensor, wanted: Wanted) -> None:
+        self.call, self.saved, self.d_out, self.wanted = call, saved, d_out, wanted
+        x, wide = call.x, accumulate_dtype(call.x.dtype)
+        rows = min(call.config.resolved_ring_rows, max(minibatches, 1) * call.config.minibatch_rows)
+        hidden_size = x.shape[1]
+        self.x_ring, self.d_out_ring, self.d_x_ring = (Ring(rows, hidden_size, x) for _ in range(3))
+        self.d_w_ring = Ring(rows, 1, call.topk_weights)
+        self.wants_slots = call.group.size > 1 or wanted.x or wanted.topk_weights
+        slots = x.shape[0] * call.top_k if self.wants_slots else 0
+        self.d_x_slots = x.new_empty(slots, hidden_size)
+        self.d_w_slots = call.topk_weights.new_empty(slots, 1)
+        self.gradients = Gradients()
+        for name in ("gate_up_proj", "down_proj"):
+            if getattr(wanted, name):
+                weight = getattr(call, name)
+                setattr(self.gradients, name, torch.zeros(weight.shape, dtype=wide, device=weight.device))
+
+
+def _block_backward(state: _State, block: RowBlock, gate_up_weight: Tensor, down_weight: Tensor) -> None:
+    """All gradients that come from one row block."""
+    call, saved, grads = state.call, state.saved, state.gradients
+    height, first = padded(block.rows), block.first_row
+    x, d_out = state.x_ring.block(first, height), state.d_out_ring.block(first, height)
+    if first < saved.gate_up.shape[0]:
+        gate_up = saved.gate_up[first : first + height]
+    else:
+        gate_up = pre_activations(x, gate_up_weight)
+    activation = SwiGLU(gate_up, call.swiglu_limit)
+    hidden = activation.hidden()
+    weight = saved.row_weight[first : first + height, None]
+
+    d_hidden = matmul(d_out, down_weight)
+    if state.wants_slots:
+        state.d_w_ring.block(first, height)[:, 0] = fold_sum(d_hidden * hidden)
+    d_gate_up = activation.backward(d_hidden.mul_(weight))
+    if state.wants_slots:
+        state.d_x_ring.block(first, height).copy_(matmul(d_gate_up, gate_up_weight))
+    # Padding rows are zeros on both sides, so a whole block may enter the sums.
+    if grads.gate_up_proj is not None:
+        matmul(d_gate_up.t(), x, into=grads.gate_up_proj[block.expert])
+    if grads.down_proj is not None:
+        matmul(d_out.t(), (hidden * weight).to(x.dtype), into=grads.down_proj[block.expert])
+
+
+def _finish(state: _State) -> Gradients:
+    """Ordered sums of this rank's tokens: shared experts first, then the slots k = 0 .. K-1."""
+    call, saved, wanted, grads = state.call, state.saved, state.wanted, state.gradients
+    is_route = (saved.schedule.route_rank >= 0).view(-1, call.top_k)[: call.x.shape[0]]
+    total = torch.zeros(call.x.shape, dtype=accumulate_dtype(call.x.dtype), device=call.x.device)
+    if call.shared is not None and (wanted.x or wanted.shared):
+        total = shared_backward(
+            call.x, state.d_out, call.shared, saved.shared_gate_up, saved.shared_out, call.swiglu_limit,
+            grads if wanted.shared else None,
+        )  # fmt: skip
+    if wanted.x:
+        grads.x = ordered_sum(total, state.d_x_slots, None, is_route).to(call.x.dtype)
+    if wanted.topk_weights:
+        grads.topk_weights = torch.where(is_route, state.d_w_slots.view(is_route.shape), 0)
+    return grads

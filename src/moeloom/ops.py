@@ -1,0 +1,126 @@
+"""Autograd around a backend: what is saved, which gradients are asked for, and where weight gradients go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moeloom.backends.call import Gradients, LayerCall, Saved, SharedWeights, Wanted
+from moeloom.config import MoEConfig
+from moeloom.numerics import accumulate_dtype
+from moeloom.runtime.ep_group import EPGroup, agree
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """The arguments of one call that are no differentiable tensors.
+
+    Attributes:
+        topk_ids: int64 [T, K].
+        compute_dtype: dtype of the operands.
+        swiglu_limit, group, config: as in :class:`~moeloom.backends.call.LayerCall`.
+        backend: the backend module.
+        entry: facts that all ranks must agree on, see :func:`~moeloom.runtime.ep_group.agree`.
+        tokens_by_rank, number: as in :class:`~moeloom.backends.call.LayerCall`.
+        parameters: the weights as the caller passed them, in the order of :class:`MoEFunction`; their ``main_grad``
+            is looked up when backward runs.
+    """
+
+    topk_ids: Tensor
+    compute_dtype: torch.dtype
+    swiglu_limit: float | None
+    group: EPGroup
+    config: MoEConfig
+    backend: ModuleType
+    entry: dict[str, int]
+    tokens_by_rank: list[int]
+    number: int
+    parameters: tuple[Tensor | None, ...]
+
+
+class MoEFunction(torch.autograd.Function):
+    """``(x, topk_weights, gate_up_proj, down_proj, shared gate_up, down, gate) -> out`` with all gradients."""
+
+    @staticmethod
+    def forward(ctx, facts: CallFacts, x: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
+        """Run the backend and save for backward exactly what it needs."""
+        save = any(ctx.needs_input_grad)
+        with torch.autocast(x.device.type, enabled=False):
+            out, saved = facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=save)
+        if saved is not None:
+            ctx.save_for_backward(x, topk_weights, facts.topk_ids, *weights, *saved.tensors())
+            ctx.facts, ctx.num_weights = facts, len(weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the backend's backward; weights that carry ``main_grad`` get their gradient added there instead."""
+        x, topk_weights, _, *rest = ctx.saved_tensors
+        weights, saved = rest[: ctx.num_weights], Saved.from_tensors(rest[ctx.num_weights :])
+        facts: CallFacts = ctx.facts
+        needs_x, needs_router, *needs = ctx.needs_input_grad[1:]
+        wanted = Wanted(needs_x, needs_router, needs[0], needs[1], any(needs[2:]))
+        agree(
+            facts.group,
+            {**facts.entry, "phase (1 forward, 2 backward)": 2},
+            phase="backward entry",
+            seconds=facts.config.wait_seconds(entry=True),
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            call = _layer_call(facts, x, topk_weights, weights)
+            grads = facts.backend.backward(call, saved, d_out.to(facts.compute_dtype).contiguous(), wanted)
+        d_weights = [
+            _deliver(parameter, gradient, saved) if need else None
+            for parameter, gradient, need in zip(facts.parameters, _weight_gradients(grads), needs, strict=True)
+        ]
+        d_x = grads.x.to(x.dtype) if needs_x else None
+        return None, d_x, grads.topk_weights if needs_router else None, *d_weights
+
+
+def _layer_call(facts: CallFacts, x: Tensor, topk_weights: Tensor, weights: tuple[Tensor | None, ...]) -> LayerCall:
+    """Bring the operands to the compute dtype and into one object."""
+    gate_up, down, shared_gate_up, shared_down, shared_gate = (
+        None if w is None else w.to(facts.compute_dtype).contiguous() for w in weights
+    )
+    shared = None if shared_gate_up is None else SharedWeights(shared_gate_up, shared_down, shared_gate)
+    return LayerCall(
+        x=x.to(facts.compute_dtype).contiguous(),
+        topk_ids=facts.topk_ids,
+        topk_weights=topk_weights.contiguous(),
+        gate_up_proj=gate_up,
+        down_proj=down,
+        shared=shared,
+        swiglu_limit=facts.swiglu_limit,
+        group=facts.group,
+        config=facts.config,
+        tokens_by_rank=facts.tokens_by_rank,
+        number=facts.number,
+    )
+
+
+def _weight_gradients(grads: Gradients) -> tuple[Tensor | None, ...]:
+    return grads.gate_up_proj, grads.down_proj, grads.shared_gate_up, grads.shared_down, grads.shared_gate
+
+
+def _deliver(parameter: Tensor, gradient: Tensor, saved: Saved) -> Tensor | None:
+    """Return the gradient in the parameter's dtype, or add it to ``parameter.main_grad`` and return None.
+
+    The sum with ``main_grad`` is formed in the accumulation dtype and rounded once. Experts without rows are left
+    untouched there.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return gradient.to(parameter.dtype)
+    if parameter.dim() == 3:
+        live = saved.schedule.rows_per_expert.nonzero().squeeze(1)
+        sums = main_grad[live].to(gradient.dtype) + gradient[live]
+        main_grad[live] = sums.to(main_grad.dtype)
+    else:
+        main_grad.copy_(main_grad.to(accumulate_dtype(gradient.dtype)) + gradient)
+    parameter.grad_added_to_main_grad = True
+    return None

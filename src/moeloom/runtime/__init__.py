@@ -1,0 +1,1 @@
+"""Host glue: how ranks of an EP group reach each other."""

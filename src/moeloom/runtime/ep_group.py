@@ -1,0 +1,179 @@
+"""The EP group: ranks that share the experts, and the one way in which they exchange tensors.
+
+Every exchange posts all its sends and receives before it waits for any of them, so ranks never wait in a circle; every
+wait has a deadline and ends in :class:`~moeloom.errors.PeerLost` that names the missing rank. The first rank that
+notices a loss leaves a note in the process group's store, so that the others name the same rank and not each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeloom.errors import ArgumentError, PeerLost, PeerMismatch, complain
+
+#: Deadline handed to the transport when the user asks for none.
+_FOR_EVER = timedelta(days=365)
+#: How long to look for another rank's note before blaming the rank that we saw fail, in seconds.
+_NOTE_SECONDS = 0.5
+
+
+class EPGroup:
+    """One process's view of its EP group.
+
+    Attributes:
+        size: ranks in the group.
+        rank: this process's place in the group.
+        global_ranks: ``torch.distributed`` ranks of the members, in group order.
+        calls: layer calls entered so far; every rank counts the same calls in the same order.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._group = process_group
+        self.calls = 0
+        if process_group is None:
+            self.size, self.rank, self.global_ranks = 1, 0, [0]
+            return
+        self.global_ranks = dist.get_process_group_ranks(process_group)
+        self.size = len(self.global_ranks)
+        self.rank = dist.get_rank(process_group)
+        self._note_key = "moeloom/lost/" + "-".join(map(str, self.global_ranks))
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], *, phase: str, seconds: float
+    ) -> None:
+        """Send tensors to every peer and receive into tensors from every peer.
+
+        Args:
+            outgoing: per group rank, contiguous tensors to send there in order; the own place is ignored.
+            incoming: per group rank, contiguous tensors to fill with what comes from there. Sizes and dtypes must be
+                what the peer sends; empty tensors are skipped on both sides.
+            phase: named in errors.
+            seconds: deadline for the whole exchange; 0 means none.
+
+        Raises:
+            PeerLost: a peer died or did not send or receive before the deadline.
+        """
+        if self.size == 1:
+            return
+        started = time.monotonic()
+        posted: list[tuple[int, dist.Work]] = []
+        kept: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, self.size):
+            for to_peer, tensors in (((self.rank + step) % self.size, None), ((self.rank - step) % self.size, incoming)):
+                peer = self.global_ranks[to_peer]
+                try:
+                    if tensors is None:
+                        for tensor in outgoing[to_peer]:
+                            if tensor.numel():
+                                wire = tensor.contiguous().cpu()
+                                kept.append(wire)
+                                posted.append((peer, dist.isend(wire, dst=peer, group=self._group)))
+                    else:
+                        for tensor in tensors[to_peer]:
+                            if tensor.numel():
+                                wire = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+                                copies.append((tensor, wire))
+                                posted.append((peer, dist.irecv(wire, src=peer, group=self._group)))
+                except RuntimeError as error:
+                    raise self._lost(peer, phase, started, error) from error
+        for peer, work in posted:
+            limit = timedelta(seconds=max(0.001, started + seconds - time.monotonic())) if seconds else _FOR_EVER
+            try:
+                arrived = work.wait(limit)
+            except RuntimeError as error:
+                raise self._lost(peer, phase, started, error) from error
+            if not arrived:
+                raise self._lost(peer, phase, started, "the transfer was aborted")
+        for tensor, wire in copies:
+            if wire is not tensor:
+                tensor.copy_(wire)
+
+    def gather_words(self, words: list[int], *, phase: str, seconds: float) -> list[list[int]]:
+        """Send the same integers to every rank and return those of all ranks in group order."""
+        mine = torch.tensor(words, dtype=torch.int64)
+        theirs = [torch.zeros_like(mine) for _ in range(self.size)]
+        self.exchange([[mine]] * self.size, [[t] for t in theirs], phase=phase, seconds=seconds)
+        theirs[self.rank] = mine
+        return [t.tolist() for t in theirs]
+
+    def _lost(self, peer: int, phase: str, started: float, cause: object) -> PeerLost:
+        """Build the error for a failed wait, naming the rank that some member noticed first."""
+        waited = time.monotonic() - started
+        first_line = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        return PeerLost(self._first_lost(peer), phase, waited, first_line)
+
+    def _first_lost(self, peer: int) -> int:
+        with contextlib.suppress(Exception):  # The store may live in the very process that died.
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=_NOTE_SECONDS))
+            noted = store.compare_set(self._note_key, "", str(peer)).decode()
+            return int(noted or peer)
+        return peer
+
+
+def resolve_group(group: object) -> EPGroup:
+    """Return the :class:`EPGroup` of a ``torch.distributed`` process group, or of one process for ``None``.
+
+    Raises:
+        ArgumentError: ``group`` is no process group, torch.distributed is not initialised, or this process is no member.
+    """
+    if group is None:
+        return EPGroup(None)
+    if isinstance(group, EPGroup):
+        return group
+    if not (dist.is_available() and dist.is_initialized()):
+        fix = "Call torch.distributed.init_process_group() first, or pass group=None for a single process."
+        raise ArgumentError(complain("group", "come from an initialised torch.distributed", type(group).__name__, fix))
+    if group is dist.group.WORLD:
+        group = dist.distributed_c10d._get_default_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        fix = "Build the layer only on member ranks."
+        raise ArgumentError(complain("group", "contain this process", f"rank {dist.get_rank()} outside it", fix))
+    if not isinstance(group, dist.ProcessGroup):
+        fix = "Pass what torch.distributed.new_group() returned, or None."
+        raise ArgumentError(complain("group", "be a torch.distributed process group", type(group).__name__, fix))
+    known = _GROUPS.get(group)
+    if known is None:
+        known = _GROUPS[group] = EPGroup(group)
+    return known
+
+
+#: One EPGroup per process group, so that all layers of a group share one call counter.
+_GROUPS: dict[dist.ProcessGroup, EPGroup] = {}
+
+
+def agree(group: EPGroup, fields: dict[str, int], *, phase: str, seconds: float) -> list[dict[str, int]]:
+    """Exchange the facts that every rank states on entry, and return them for all ranks in group order.
+
+    Fields whose name starts with ``_`` may differ between ranks; all others must be equal. ``_refused`` not 0 means
+    that this rank found its arguments wrong and is about to raise.
+
+    Raises:
+        PeerLost: a rank did not come before the deadline.
+        PeerMismatch: a rank refused its arguments, or a field differs.
+    """
+    names = list(fields)
+    rows = group.gather_words([fields[n] for n in names], phase=phase, seconds=seconds)
+    stated = [dict(zip(names, row, strict=True)) for row in rows]
+    if fields.get("_refused"):
+        return stated
+    for place, other in enumerate(stated):
+        rank = group.global_ranks[place]
+        if other.get("_refused"):
+            raise PeerMismatch(f"rank {rank} refused its arguments in phase '{phase}'; its own log says which and why.")
+        for name in names:
+            if not name.startswith("_") and other[name] != fields[name]:
+                raise PeerMismatch(
+                    f"{name} must be equal on all ranks of the EP group in phase '{phase}'; rank {rank} has "
+                    f"{other[name]}, rank {group.global_ranks[group.rank]} has {fields[name]}. Make the same calls in "
+                    "the same order with the same layer on every rank."
+                )
+    return stated
