@@ -34,30 +34,37 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def matmul(a: Tensor, b: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return ``a @ b`` in the accumulation dtype, or add it into ``into``.
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+    """Return ``a @ b`` summed in the accumulation dtype.
 
     Args:
         a: [m, k], fp64, fp32 or bf16.
-        b: [k, n], same dtype.
-        into: [m, n] in the accumulation dtype, changed in place.
+        b: [k, n], same dtype; on a CPU it may already be in the accumulation dtype.
+        out: [m, n], any dtype; the result is rounded to it and written there.
+        add_to: [m, n] in the accumulation dtype; the result is added into it. Not together with ``out``.
+
+    Returns:
+        ``out`` or ``add_to`` where given, otherwise a new tensor in the accumulation dtype.
 
     Determinism: K in panels of 512, added in order. On a CPU, products of bf16 operands are formed exactly in fp32.
     """
     if a.is_cuda and a.dtype == torch.bfloat16:
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        return product if into is None else into.add_(product)
+        total = torch.mm(a, b, out_dtype=torch.float32)
+        return total if add_to is None and out is None else out.copy_(total) if add_to is None else add_to.add_(total)
     wide = accumulate_dtype(a.dtype)
     a, b = a.to(wide), b.to(wide)
     k = a.shape[1]
-    if into is None:
-        into = torch.mm(a[:, :K_PANEL], b[:K_PANEL]) if k else a.new_zeros(a.shape[0], b.shape[1])
-        start = K_PANEL
+    if add_to is not None:
+        total, start = add_to, 0
+    elif not k:
+        total, start = a.new_zeros(a.shape[0], b.shape[1]), 0
     else:
-        start = 0
+        direct = out is not None and out.dtype == wide
+        total = torch.mm(a[:, :K_PANEL], b[:K_PANEL], out=out) if direct else torch.mm(a[:, :K_PANEL], b[:K_PANEL])
+        start = K_PANEL
     for first in range(start, k, K_PANEL):
-        into.addmm_(a[:, first : first + K_PANEL], b[first : first + K_PANEL])
-    return into
+        total.addmm_(a[:, first : first + K_PANEL], b[first : first + K_PANEL])
+    return total if out is None or out is total else out.copy_(total)
 
 
 def token_blocks(num_tokens: int) -> list[tuple[int, int]]:
@@ -77,13 +84,15 @@ def rows_matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     out = torch.empty(a.shape[0], b.shape[1], dtype=accumulate_dtype(a.dtype), device=a.device)
     if a.is_cuda:
-        return out.copy_(matmul(a, b)) if a.shape[0] else out
+        return matmul(a, b, out=out) if a.shape[0] else out
     b = b.to(out.dtype)
     for first, end in token_blocks(a.shape[0]):
-        block = a[first:end].to(out.dtype)
-        if end - first < TOKEN_BLOCK:
-            block = torch.cat([block, block.new_zeros(TOKEN_BLOCK - (end - first), block.shape[1])])
-        out[first:end] = matmul(block, b)[: end - first]
+        if end - first == TOKEN_BLOCK:
+            matmul(a[first:end], b, out=out[first:end])
+        else:
+            block = a.new_zeros(TOKEN_BLOCK, a.shape[1])
+            block[: end - first] = a[first:end]
+            out[first:end] = matmul(block, b)[: end - first]
     return out
 
 
@@ -96,12 +105,14 @@ def exp(x: Tensor) -> Tensor:
     padded = -(-size // _VECTOR) * _VECTOR
     if padded != size:
         flat = torch.cat([flat, flat.new_zeros(padded - size)])
-    if padded <= _PIECE:
-        out = torch.exp(flat)
-    else:
-        out = torch.empty_like(flat)
-        for first in range(0, padded, _PIECE):
-            torch.exp(flat[first : first + _PIECE], out=out[first : first + _PIECE])
+    out = torch.empty_like(flat)
+    # All threads get pieces of whole vectors of what is long enough; the rest goes in pieces for one thread.
+    threads = torch.get_num_threads()
+    even = padded // (threads * _VECTOR) * (threads * _VECTOR) if padded >= threads * _PIECE else 0
+    if even:
+        torch.exp(flat[:even], out=out[:even])
+    for first in range(even, padded, _PIECE):
+        torch.exp(flat[first : first + _PIECE], out=out[first : first + _PIECE])
     return out[:size].view(x.shape)
 
 

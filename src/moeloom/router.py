@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moeloom.errors import ArgumentError, complain
 from moeloom.numerics import accumulate_dtype, rows_matmul, sigmoid
+from moeloom.runtime.ep_group import resolve_group
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -127,12 +128,15 @@ class Router(nn.Module):
         lead = x.shape[:-1]
         return Routing(ids.view(*lead, -1), weights.view(*lead, -1), scores.view(*lead, -1), aux_loss)
 
-    def take_load(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Return the load since the last call, summed over ``group``, int64 [E], and start again from zero."""
+    def take_load(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 30.0) -> Tensor:
+        """Return the load since the last call, summed over ``group``, int64 [E], and start again from zero.
+
+        Raises:
+            PeerLost: a rank of the group did not take part within ``timeout_s`` seconds.
+        """
         load = self.load.clone()
         self.load.zero_()
-        if group is not None:
-            dist.all_reduce(load, group=group)
+        resolve_group(group).sum_ordered(load, phase="load sum", seconds=timeout_s)
         return load
 
     @torch.no_grad()

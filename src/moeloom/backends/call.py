@@ -80,7 +80,7 @@ class Saved:
     Attributes:
         schedule: of this call.
         row_weight: [C] accumulation dtype, router weight of every row; unwritten for padding.
-        gate_up: [saved rows, 2I] operand dtype, pre-activations of the first rows; padding rows unwritten.
+        gate_up: [saved heights, 2I] operand dtype, pre-activations of the row blocks below ``saved_rows``.
         shared_gate_up: [T, 2S] operand dtype, or None.
         shared_out: [T, H] accumulation dtype, shared output before the gate; None without a gate.
     """

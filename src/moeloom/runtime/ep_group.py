@@ -8,6 +8,7 @@ notices a loss leaves a note in the process group's store, so that the others na
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -103,6 +104,38 @@ class EPGroup:
         self.exchange([[mine]] * self.size, [[t] for t in theirs], phase=phase, seconds=seconds)
         theirs[self.rank] = mine
         return [t.tolist() for t in theirs]
+
+    def gather_json(self, message: object, *, seconds: float, phase: str = "messages") -> list:
+        """Return the JSON-able messages of all ranks in group order."""
+        data = json.dumps(message).encode()
+        sizes = [words[0] for words in self.gather_words([len(data)], phase=phase, seconds=seconds)]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        theirs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.exchange([[mine]] * self.size, [[t] for t in theirs], phase=phase, seconds=seconds)
+        theirs[self.rank] = mine
+        return [json.loads(bytes(t.numpy())) for t in theirs]
+
+    def sum_ordered(self, vector: Tensor, *, phase: str, seconds: float) -> None:
+        """Replace a contiguous 1-D ``vector`` by its sum over ranks, added in rank order: the same bits everywhere.
+
+        Each rank adds up one piece of the vector, so a rank sends about twice its size whatever the number of ranks.
+        """
+        if self.size == 1:
+            return
+        bounds = [vector.numel() * p // self.size for p in range(self.size + 1)]
+        pieces = [vector[bounds[p] : bounds[p + 1]] for p in range(self.size)]
+        parts = [torch.empty_like(pieces[self.rank]) for _ in range(self.size)]
+        self.exchange([[p] for p in pieces], [[p] for p in parts], phase=phase, seconds=seconds)
+        parts[self.rank].copy_(pieces[self.rank])
+        total = pieces[self.rank]
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total += part
+        self.exchange([[total]] * self.size, [[p] for p in pieces], phase=phase, seconds=seconds)
+
+    def __deepcopy__(self, memo: object) -> EPGroup:
+        """A group is shared by all copies of a module."""
+        return self
 
     def _lost(self, peer: int, phase: str, started: float, cause: object) -> PeerLost:
         """Build the error for a failed wait, naming the rank that some member noticed first."""

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from moeloom.backends.call import Gradients, LayerCall, Saved, Wanted
 from moeloom.backends.reference.activation import SwiGLU
-from moeloom.backends.reference.experts import blocks_with_weights, pre_activations
-from moeloom.backends.reference.plan import RowBlock, make_plan
+from moeloom.backends.reference.experts import expert_weights, pre_activations
+from moeloom.backends.reference.plan import Minibatch, RowBlock, make_plan
 from moeloom.backends.reference.shared import shared_backward
-from moeloom.backends.reference.transfer import Ring, ordered_sum, padded, pull, push
+from moeloom.backends.reference.transfer import Ring, ordered_sum, pull, push
 from moeloom.numerics import accumulate_dtype, fold_sum, matmul
 
 
@@ -39,8 +39,7 @@ def backward(call: LayerCall, saved: Saved, d_out: Tensor, wanted: Wanted) -> Gr
     for minibatch in plan:
         tokens = [(call.x, state.x_ring), (d_out, state.d_out_ring)]
         pull(call.group, minibatch, tokens, top_k=top_k, phase="backward pull", seconds=seconds)
-        for block, gate_up, down in blocks_with_weights(call, minibatch):
-            _block_backward(state, block, gate_up, down)
+        _minibatch_backward(state, minibatch)
         if state.wants_slots:
             results = [(state.d_x_ring, state.d_x_slots), (state.d_w_ring, state.d_w_slots)]
             push(call.group, minibatch, results, phase="backward push", seconds=seconds)
@@ -68,30 +67,39 @@ class _State:
                 setattr(self.gradients, name, torch.zeros(weight.shape, dtype=wide, device=weight.device))
 
 
-def _block_backward(state: _State, block: RowBlock, gate_up_weight: Tensor, down_weight: Tensor) -> None:
-    """All gradients that come from one row block."""
+def _minibatch_backward(state: _State, minibatch: Minibatch) -> None:
+    """All gradients that come from the rows of one minibatch."""
     call, saved, grads = state.call, state.saved, state.gradients
-    height, first = padded(block.rows), block.first_row
-    x, d_out = state.x_ring.block(first, height), state.d_out_ring.block(first, height)
-    if first < saved.gate_up.shape[0]:
-        gate_up = saved.gate_up[first : first + height]
-    else:
-        gate_up = pre_activations(x, gate_up_weight)
+    x, weights = call.x, expert_weights(call, minibatch)
+    gate_up = pre_activations(minibatch, weights, state.x_ring, saved.gate_up[minibatch.first_height :], keep=False)
     activation = SwiGLU(gate_up, call.swiglu_limit)
     hidden = activation.hidden()
-    weight = saved.row_weight[first : first + height, None]
+    row_weight = saved.row_weight[minibatch.rows, None]
 
-    d_hidden = matmul(d_out, down_weight)
+    d_hidden = torch.empty(hidden.shape, dtype=accumulate_dtype(x.dtype), device=x.device)
+    for block in minibatch.blocks:
+        matmul(state.d_out_ring.block(block), weights[block.expert].down, out=_part(d_hidden, block))
     if state.wants_slots:
-        state.d_w_ring.block(first, height)[:, 0] = fold_sum(d_hidden * hidden)
-    d_gate_up = activation.backward(d_hidden.mul_(weight))
-    if state.wants_slots:
-        state.d_x_ring.block(first, height).copy_(matmul(d_gate_up, gate_up_weight))
-    # Padding rows are zeros on both sides, so a whole block may enter the sums.
-    if grads.gate_up_proj is not None:
-        matmul(d_gate_up.t(), x, into=grads.gate_up_proj[block.expert])
-    if grads.down_proj is not None:
-        matmul(d_out.t(), (hidden * weight).to(x.dtype), into=grads.down_proj[block.expert])
+        places = state.d_w_ring.places(minibatch.rows)
+        state.d_w_ring.data.index_copy_(0, places, fold_sum(d_hidden * hidden)[:, None])
+    d_gate_up = activation.backward(d_hidden.mul_(row_weight))
+    weighted = (hidden * row_weight).to(x.dtype)
+
+    for block in minibatch.blocks:
+        d_block = _part(d_gate_up, block)
+        if state.wants_slots:
+            matmul(d_block, weights[block.expert].gate_up, out=state.d_x_ring.block(block))
+        # Padding rows are zeros on both sides, so a whole block may enter the sums.
+        if grads.gate_up_proj is not None:
+            matmul(d_block.t(), state.x_ring.block(block), add_to=grads.gate_up_proj[block.expert])
+        if grads.down_proj is not None:
+            d_out = state.d_out_ring.block(block)
+            matmul(d_out.t(), _part(weighted, block), add_to=grads.down_proj[block.expert])
+
+
+def _part(rows: Tensor, block: RowBlock) -> Tensor:
+    """Return the rows of one block out of those of its minibatch."""
+    return rows[block.offset : block.offset + block.height]
 
 
 def _finish(state: _State) -> Gradients:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from moeloom.backends.call import LayerCall, Saved
 from moeloom.backends.reference.activation import SwiGLU
-from moeloom.backends.reference.experts import blocks_with_weights, pre_activations
+from moeloom.backends.reference.experts import expert_weights, pre_activations
 from moeloom.backends.reference.plan import Minibatch, make_plan
 from moeloom.backends.reference.shared import shared_forward
-from moeloom.backends.reference.transfer import Ring, ordered_sum, padded, pull, push
-from moeloom.config import ROW_BLOCK
+from moeloom.backends.reference.transfer import Ring, ordered_sum, pull, push
 from moeloom.numerics import accumulate_dtype, matmul
 from moeloom.schedule import Schedule, build_schedule
 
@@ -33,19 +32,18 @@ def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, Saved | None]:
     x, top_k = call.x, call.top_k
     ring_rows = min(call.config.resolved_ring_rows, max(len(plan), 1) * call.config.minibatch_rows)
     x_ring, out_ring = Ring(ring_rows, x.shape[1], x), Ring(ring_rows, x.shape[1], x)
-    saved_gate_up = x.new_empty(_saved_rows(call, plan) if save else 0, call.gate_up_proj.shape[1])
+    saved_gate_up = x.new_empty(_saved_heights(call, plan) if save else 0, call.gate_up_proj.shape[1])
     slots = x.new_empty(x.shape[0] * top_k, x.shape[1])
     seconds = call.config.wait_seconds(entry=False)
 
     for minibatch in plan:
         pull(call.group, minibatch, [(x, x_ring)], top_k=top_k, phase="forward pull", seconds=seconds)
-        for block, gate_up_weight, down_weight in blocks_with_weights(call, minibatch):
-            height = padded(block.rows)
-            gate_up = pre_activations(x_ring.block(block.first_row, height), gate_up_weight)
-            if block.first_row < saved_gate_up.shape[0]:
-                saved_gate_up[block.first_row : block.first_row + height] = gate_up
-            hidden = SwiGLU(gate_up, call.swiglu_limit).hidden()
-            out_ring.block(block.first_row, height).copy_(matmul(hidden, down_weight.t()))
+        weights = expert_weights(call, minibatch)
+        gate_up = pre_activations(minibatch, weights, x_ring, saved_gate_up[minibatch.first_height :], keep=save)
+        hidden = SwiGLU(gate_up, call.swiglu_limit).hidden()
+        for block in minibatch.blocks:
+            rows = hidden[block.offset : block.offset + block.height]
+            matmul(rows, weights[block.expert].down.t(), out=out_ring.block(block))
         push(call.group, minibatch, [(out_ring, slots)], phase="forward push", seconds=seconds)
 
     wide = accumulate_dtype(x.dtype)
@@ -79,9 +77,8 @@ def _schedule(call: LayerCall) -> tuple[Schedule, Tensor]:
     return schedule, torch.where(schedule.source_rank >= 0, flat[index.clamp(min=0)], 0)
 
 
-def _saved_rows(call: LayerCall, plan: list[Minibatch]) -> int:
-    """Rows of the saved pre-activations: what the policy allows, and not more than this rank has."""
+def _saved_heights(call: LayerCall, plan: list[Minibatch]) -> int:
+    """Rows of the saved pre-activations: the heights of all row blocks that lie below the saved rows."""
     routes = sum(call.tokens_by_rank) * call.top_k
-    allowed = call.config.resolved_saved_rows(routes, call.group.size, call.num_local_experts)
-    end = max((block.first_row + ROW_BLOCK for minibatch in plan for block in minibatch.blocks), default=0)
-    return min(allowed, end)
+    limit = call.config.resolved_saved_rows(routes, call.group.size, call.num_local_experts)
+    return sum(block.height for minibatch in plan for block in minibatch.blocks if block.first_row < limit)

@@ -60,8 +60,8 @@ def shared_backward(
         grads.shared_gate_up = torch.zeros(shared.gate_up.shape, dtype=wide, device=x.device)
         grads.shared_down = torch.zeros(shared.down.shape, dtype=wide, device=x.device)
         for first, end in token_blocks(x.shape[0]):
-            matmul(d_gate_up[first:end].t(), x[first:end], into=grads.shared_gate_up)
-            matmul(d_y[first:end].t(), hidden[first:end], into=grads.shared_down)
+            matmul(d_gate_up[first:end].t(), x[first:end], add_to=grads.shared_gate_up)
+            matmul(d_y[first:end].t(), hidden[first:end], add_to=grads.shared_down)
     d_x = rows_matmul(d_gate_up, shared.gate_up)
     return d_x if d_x_gate is None else d_x + d_x_gate
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeloom.backends.reference.plan import Minibatch
-from moeloom.config import round_up
-from moeloom.numerics import ROW_STEP
+from moeloom.backends.reference.plan import Minibatch, RowBlock
 from moeloom.runtime.ep_group import EPGroup
 
 
@@ -25,15 +23,10 @@ class Ring:
         """Return the places of ``rows`` (int64)."""
         return rows % self.rows
 
-    def block(self, first_row: int, rows: int) -> Tensor:
-        """Return the view of ``rows`` rows of one row block; a row block never wraps."""
-        first = first_row % self.rows
-        return self.data[first : first + rows]
-
-
-def padded(rows: int) -> int:
-    """Rows that a GEMM over ``rows`` live rows of one row block works on; depends on the expert's row count alone."""
-    return round_up(rows, ROW_STEP)
+    def block(self, block: RowBlock) -> Tensor:
+        """Return the view [height, W] of one row block; a row block never wraps."""
+        first = block.first_row % self.rows
+        return self.data[first : first + block.height]
 
 
 def pull(
@@ -63,7 +56,7 @@ def pull(
             ring.data.index_copy_(0, ring.places(transfer.rows), values)
     for block in minibatch.blocks:
         for _, ring in tokens:
-            ring.block(block.first_row, padded(block.rows))[block.rows :] = 0
+            ring.block(block)[block.rows :] = 0
 
 
 def push(

@@ -1,0 +1,6 @@
+"""``python -m moeloom``."""
+
+from moeloom.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Mixture-of-experts layers that give the same bits every time, and a small language model that trains on them.",
+)  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from moeloom.version import __version__
+
+        print(f"moeloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Option(help="tiny (two CPU cores, under 3 minutes), small (a GPU), smoke (seconds); default tiny, on a GPU small.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Train for this long instead of a number of steps.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Spread the experts over this many processes, started here.")] = None,
+    data: Annotated[str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for results; default: the next free runs/NNN.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint of --out (default: of the last run).")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="auto (bf16 on a GPU), fp32, bf16.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Backend of the MoE layers: auto, reference.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks and micro-batches.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Bytes of a sequence.")] = None,
+    grad_accum: Annotated[int | None, typer.Option(help="Micro-batches that a step is cut into.")] = None,
+    config: Annotated[str | None, typer.Option(help="JSON file with any of these options and model sizes.")] = None,
+) -> int:
+    """Train a small MoE language model on real text."""
+    overrides = dict(steps=steps, minutes=minutes, data=data, seed=seed, dtype=dtype, backend=backend, lr=lr, batch=batch, seq=seq, grad_accum=grad_accum)  # fmt: skip
+    command = importlib.import_module("moeloom.cli.train")
+    return command.run(preset=preset, overrides=overrides, config=config, ep=ep, out=out, resume=resume, device=device)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, or the --out of a training.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    length: Annotated[int, typer.Option(min=1, help="Bytes to add.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.7,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+) -> int:
+    """Continue a prompt with a trained model."""
+    command = importlib.import_module("moeloom.cli.use")
+    return command.run_generate(checkpoint, prompt, length, temperature, seed, device)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, or the --out of a training.")],
+    data: Annotated[str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+) -> int:
+    """Measure a trained model on the validation part of a text, beside simpler methods."""
+    return importlib.import_module("moeloom.cli.use").run_eval(checkpoint, data, device)
+
+
+@app.command()
+def doctor() -> int:
+    """Say what this machine has and which backend would run."""
+    return importlib.import_module("moeloom.cli.doctor").run()

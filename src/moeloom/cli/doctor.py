@@ -1,0 +1,79 @@
+"""``moeloom doctor``: what this machine has, whether its CPU keeps the layer's promise, which backend ``auto`` takes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import torch
+
+from moeloom import backends
+from moeloom.functional import moe
+from moeloom.numerics import rows_matmul
+from moeloom.version import __version__
+
+
+def run() -> int:
+    """Print the report; exit code 0 when the self-check holds, 1 when not."""
+    _line("moeloom", __version__)
+    _line("python", f"{platform.python_version()} ({sys.executable})")
+    _line("platform", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")
+    _line("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CPU capability {torch.backends.cpu.get_cpu_capability()}")
+    _line("distributed", _distributed())
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+        _gpus()
+    else:
+        _line("GPU", f"none that torch can use ({'CUDA ' + torch.version.cuda + ' build' if torch.version.cuda else 'CPU build of torch'})")
+    for device in devices:
+        name, why = backends.automatic(device)
+        _line(f"backend on {device}", f"auto takes '{name}': {why}")
+    _line("kernels", "none in this version; the reference runs on every device")
+    held = _same_bits()
+    _line("self-check", "equal bits over batch sizes, rings and threads" if held else "BITS DIFFER over batch sizes, rings or threads on this CPU")
+    return 0 if held else 1
+
+
+def _line(name: str, value: object) -> None:
+    print(f"{name:16s} {value}")
+
+
+def _distributed() -> str:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return "not in this torch build; expert parallelism is not possible"
+    found = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
+    return ", ".join(found) + ("" if "gloo" in found else "; expert parallelism needs gloo")
+
+
+def _gpus() -> None:
+    count = torch.cuda.device_count()
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        _line(f"GPU {index}", f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+    if count > 1:
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        missing = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        _line("peer access", "between all GPUs" if not missing else f"missing: {', '.join(missing)}")
+
+
+def _same_bits() -> bool:
+    """Check on this CPU what the layer's promise rests on: a row's bits do not depend on the rows around it."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(300, 1000, generator=draw), torch.randn(1000, 96, generator=draw)
+    ids, w = torch.randint(0, 4, (300, 2), generator=draw), torch.rand(300, 2, generator=draw)
+    up, down = torch.randn(4, 64, 1000, generator=draw), torch.randn(4, 1000, 32, generator=draw)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in {1, threads}:
+            torch.set_num_threads(count)
+            pieces = [rows_matmul(part, weight) for part in x.split([1, 6, 93, 200])]
+            results.append((torch.cat(pieces), moe(x, ids, w, up, down)))
+            results.append((rows_matmul(x, weight), moe(x, ids, w, up, down)))
+    finally:
+        torch.set_num_threads(threads)
+    return all(torch.equal(a, results[0][0]) and torch.equal(b, results[0][1]) for a, b in results)

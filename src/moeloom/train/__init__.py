@@ -1,0 +1,1 @@
+"""Training of a small byte-level mixture-of-experts language model on real text."""

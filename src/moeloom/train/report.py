@@ -1,0 +1,105 @@
+"""What a training tells a person: a progress bar on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moeloom.train.baselines import Baselines
+from moeloom.train.data import Corpus
+from moeloom.train.metrics import read_metrics
+from moeloom.train.options import Options
+
+#: Seconds between loss lines.
+LINE_SECONDS = 5.0
+
+
+class Reporter:
+    """Prints for one rank.
+
+    Args:
+        silent: say nothing, on ranks other than 0.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        self._silent = silent
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task = None
+        self._last_line = float("-inf")
+        self._load = ""
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        if not self._silent:
+            self._console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def progress(self, options: Options, step: int):
+        """Show a progress bar inside, if this is a terminal."""
+        if self._silent or not self._console.is_terminal:
+            yield
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console) as self._bar:
+            done = step / options.steps if options.minutes is None else 0.0
+            self._task = self._bar.add_task("starting", total=1.0, completed=min(done, 1.0))
+            yield
+        self._bar = None
+
+    def status(self, text: str) -> None:
+        """Name what is being done, on the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+
+    def step(self, row: dict, progress: float) -> None:
+        """Show one step; prints a line every few seconds."""
+        if self._silent:
+            return
+        if "expert_load" in row:
+            self._load = _describe_load(row["expert_load"])
+        text = f"step {row['step']:5d}  loss {row['bits_per_byte']:.3f} bits/byte  {row['tokens_per_s']:7,.0f} tokens/s{self._load}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress, description=text)
+        if time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self.say(f"{text}  {100 * progress:3.0f} %")
+
+    def validated(self, row: dict) -> None:
+        """Print a validation result."""
+        what = "whole validation text" if row["whole_text"] else "part of the validation text"
+        self.say(f"step {row['step']:5d}  validation {row['bits_per_byte']:.3f} bits/byte ({what})")
+
+    def sample(self, when: str, step: int, text: bytes, path: Path) -> None:
+        """Print generated text and append it to a file."""
+        if self._silent:
+            return
+        shown = "".join(chr(b) if 32 <= b < 127 or b == 10 else "\N{MIDDLE DOT}" for b in text)
+        entry = f"--- generated {when} (step {step}); bytes outside ASCII shown as dots\n{shown}\n---"
+        self.say(entry)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(entry + "\n")
+
+    def finish(self, out: Path, bits: float, corpus: Corpus, baselines: Baselines) -> None:
+        """Draw the picture and print our result beside simpler methods on the same validation text."""
+        from moeloom.train.plots import plot_training
+
+        picture = out / "training.png"
+        plot_training(read_metrics(out / "metrics.jsonl"), vars(baselines), picture)
+        rows = [("this model", bits), ("order-0 counts", baselines.order0), ("order-3 counts", baselines.order3)]
+        rows += [("zlib", baselines.zlib), ("xz", baselines.xz)]
+        self.say(f"bits per byte on the validation text of {corpus.name} ({corpus.valid.size:,} bytes):")
+        for name, value in rows:
+            self.say(f"  {name:15s} {value:.3f}")
+        self.say(f"picture: {picture}\nmetrics: {out / 'metrics.jsonl'}\ncheckpoint: {out / 'checkpoints'}")
+
+
+def _describe_load(load: list[list[int]]) -> str:
+    """Return the busiest and the idlest expert of any layer as multiples of the mean load."""
+    high = max(max(layer) * len(layer) / max(sum(layer), 1) for layer in load)
+    low = min(min(layer) * len(layer) / max(sum(layer), 1) for layer in load)
+    return f"  expert load {low:.2f}..{high:.2f} of mean"
