@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 from moeloom.errors import ArgumentError, ArgumentTypeError, DataError, MoeloomError
 
@@ -16,36 +17,20 @@ def main() -> None:
         from moeloom.cli.app import app
     except ModuleNotFoundError as error:
         sys.exit(f"error: the command line needs '{error.name}': pip install 'moeloom[train]'")
-    code = 0
     try:
-        code = app(standalone_mode=False, prog_name="moeloom") or 0
-    except Exception as error:
-        code = _explain(error)
-    except KeyboardInterrupt:
-        print("interrupted before training began; nothing to save", file=sys.stderr)
-        code = 130
+        app(prog_name="moeloom")
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    except MoeloomError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, _USAGE_ERRORS) else 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Transfers with a lost peer may still be in flight, and their destructors would wait for it.
         os._exit(code)
     sys.exit(code)
-
-
-def _explain(error: Exception) -> int:
-    """Print an error in one paragraph and return the exit code; unknown errors keep their traceback."""
-    import click
-
-    if isinstance(error, click.exceptions.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if not isinstance(error, MoeloomError):
-        import traceback
-
-        traceback.print_exception(error)
-        return 1
-    print(f"error: {error}", file=sys.stderr)
-    return 2 if isinstance(error, _USAGE_ERRORS) else 1

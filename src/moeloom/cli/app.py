@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +12,16 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Mixture-of-experts layers that give the same bits every time, and a small language model that trains on them.",
 )  # fmt: skip
+
+
+def _run(module: str, function: str, **arguments: object) -> None:
+    """Import what a command needs, run it, and end with its exit code."""
+    try:
+        code = getattr(importlib.import_module(f"moeloom.cli.{module}"), function)(**arguments)
+    except KeyboardInterrupt:
+        print("interrupted; nothing to save", file=sys.stderr)
+        code = 130
+    raise typer.Exit(code)
 
 
 def _version(wanted: bool) -> None:
@@ -45,11 +56,10 @@ def train(
     seq: Annotated[int | None, typer.Option(help="Bytes of a sequence.")] = None,
     grad_accum: Annotated[int | None, typer.Option(help="Micro-batches that a step is cut into.")] = None,
     config: Annotated[str | None, typer.Option(help="JSON file with any of these options and model sizes.")] = None,
-) -> int:
+) -> None:
     """Train a small MoE language model on real text."""
     overrides = dict(steps=steps, minutes=minutes, data=data, seed=seed, dtype=dtype, backend=backend, lr=lr, batch=batch, seq=seq, grad_accum=grad_accum)  # fmt: skip
-    command = importlib.import_module("moeloom.cli.train")
-    return command.run(preset=preset, overrides=overrides, config=config, ep=ep, out=out, resume=resume, device=device)
+    _run("train", "run", preset=preset, overrides=overrides, config=config, ep=ep, out=out, resume=resume, device=device)
 
 
 @app.command()
@@ -60,10 +70,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte.")] = 0.7,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-) -> int:
+) -> None:
     """Continue a prompt with a trained model."""
-    command = importlib.import_module("moeloom.cli.use")
-    return command.run_generate(checkpoint, prompt, length, temperature, seed, device)
+    _run("use", "run_generate", checkpoint=checkpoint, prompt=prompt, length=length, temperature=temperature, seed=seed, device=device)
 
 
 @app.command("eval")
@@ -71,12 +80,12 @@ def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, or the --out of a training.")],
     data: Annotated[str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-) -> int:
+) -> None:
     """Measure a trained model on the validation part of a text, beside simpler methods."""
-    return importlib.import_module("moeloom.cli.use").run_eval(checkpoint, data, device)
+    _run("use", "run_eval", checkpoint=checkpoint, data=data, device=device)
 
 
 @app.command()
-def doctor() -> int:
+def doctor() -> None:
     """Say what this machine has and which backend would run."""
-    return importlib.import_module("moeloom.cli.doctor").run()
+    _run("doctor", "run")
