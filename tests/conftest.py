@@ -62,3 +62,17 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{sum(names.values())} {reason}")
         for name, count in sorted(names.items()):
             terminalreporter.write_line(f"    {name}" + (f" ({count} cases)" if count > 1 else ""))
+
+
+@pytest.fixture
+def poison():
+    """Fill memory that torch hands out uninitialised with NaN (integers: their largest value) during the test."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

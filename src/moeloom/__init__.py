@@ -1,48 +1,35 @@
 """moeloom: a mixture-of-experts layer of a training step, same bits every time, on any machine.
 
-Start with :class:`MoE` (a module), or :func:`moe` (a function of tensors). Importing moeloom is quick and touches no GPU:
-torch is imported when the first name is used.
+Start with :class:`MoE` (a module), or :func:`moe` (a function of tensors). Importing moeloom is quick and touches no
+GPU: torch is imported when the first name is used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from moeloom.version import __version__
-
-if TYPE_CHECKING:
-    from moeloom.config import MoEConfig
-    from moeloom.errors import (
-        ArgumentError,
-        ArgumentTypeError,
-        BackendUnavailable,
-        CheckpointError,
-        DataError,
-        MoeloomError,
-        NonFiniteLoss,
-        PeerLost,
-        PeerMismatch,
-    )
-    from moeloom.functional import SharedExperts, moe
-    from moeloom.gradients import clip_gradients, expert_parameters, sync_gradients
-    from moeloom.layer import MoE
-    from moeloom.router import Router, RouterConfig, Routing, load_balance_loss
 
 _NAMES = {
     "moeloom.config": ["MoEConfig"],
     "moeloom.errors": [
-        "ArgumentError", "ArgumentTypeError", "BackendUnavailable", "CheckpointError", "DataError", "MoeloomError",
-        "NonFiniteLoss", "PeerLost", "PeerMismatch",
+        "ArgumentError",
+        "ArgumentTypeError",
+        "CheckpointError",
+        "DataError",
+        "MoeloomError",
+        "NonFiniteLoss",
+        "PeerLost",
+        "PeerMismatch",
     ],
     "moeloom.functional": ["SharedExperts", "moe"],
     "moeloom.gradients": ["clip_gradients", "expert_parameters", "sync_gradients"],
     "moeloom.layer": ["MoE"],
     "moeloom.router": ["Router", "RouterConfig", "Routing", "load_balance_loss"],
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> object:

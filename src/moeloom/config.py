@@ -71,7 +71,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ArgumentError(complain("backend", f"be one of {', '.join(BACKENDS)}", repr(self.backend), "Fix the name."))
+            raise ArgumentError(
+                complain("backend", f"be one of {', '.join(BACKENDS)}", repr(self.backend), "Fix the name.")
+            )
         _check_rows("minibatch_rows", self.minibatch_rows, ROW_BLOCK, ROW_BLOCK)
         if self.ring_rows is not None:
             _check_rows("ring_rows", self.ring_rows, self.minibatch_rows, 2 * self.minibatch_rows)
@@ -82,7 +84,9 @@ class MoEConfig:
         for name in ("timeout_s", "entry_timeout_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
-                raise ArgumentError(complain(name, "be a number of seconds >= 0", repr(value), "Use 0 to wait for ever."))
+                raise ArgumentError(
+                    complain(name, "be a number of seconds >= 0", repr(value), "Use 0 to wait for ever.")
+                )
 
     @property
     def resolved_ring_rows(self) -> int:

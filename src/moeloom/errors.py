@@ -19,10 +19,6 @@ class ArgumentTypeError(MoeloomError, TypeError):
     """An argument has a Python type or dtype that the layer does not accept. Nothing was started."""
 
 
-class BackendUnavailable(MoeloomError, RuntimeError):
-    """A backend was asked for by name and cannot run here. moeloom never falls back silently."""
-
-
 class PeerMismatch(MoeloomError, RuntimeError):
     """Ranks of one EP group entered the same call with arguments that do not fit together."""
 
@@ -34,15 +30,20 @@ class PeerLost(MoeloomError, RuntimeError):
         rank: global rank (as in ``torch.distributed.get_rank()``) of the peer that is missing.
         phase: the part of the call that waited for it, for example ``"forward entry"`` or ``"backward push"``.
         seconds: how long this rank waited, in seconds.
+        detail: what the transport said.
     """
 
     def __init__(self, rank: int, phase: str, seconds: float, detail: str = "") -> None:
-        self.rank, self.phase, self.seconds = rank, phase, seconds
+        self.rank, self.phase, self.seconds, self.detail = rank, phase, seconds, detail
         super().__init__(
             f"rank {rank} was lost in phase '{phase}' after {seconds:.1f} s"
-            f"{': ' + detail if detail else ''}. Every rank of the EP group must make the same calls in the same order; "
-            f"look at the log of rank {rank} first. The group cannot be used any more: end this process and restart."
+            f"{': ' + detail if detail else ''}. Every rank of the EP group must make the same calls in the same "
+            f"order; look at the log of rank {rank} first. The group is not usable any more: restart all of its ranks."
         )
+
+    def __reduce__(self) -> tuple:
+        """Pickle by arguments, so that the error crosses process boundaries whole."""
+        return type(self), (self.rank, self.phase, self.seconds, self.detail)
 
 
 class DataError(MoeloomError, ValueError):
@@ -50,7 +51,7 @@ class DataError(MoeloomError, ValueError):
 
 
 class CheckpointError(MoeloomError, RuntimeError):
-    """A checkpoint that is missing, damaged, from another model, or refused because it is not safe to read."""
+    """A checkpoint that is missing, damaged, of another model, or refused because it is not safe to read."""
 
 
 class NonFiniteLoss(MoeloomError, RuntimeError):

@@ -100,9 +100,17 @@ def moe(
     weights += (None, None, None) if shared is None else (shared.gate_up_proj, shared.down_proj, shared.gate)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *weights))
     entry = _entry_facts(
-        ep, config, hidden=hidden, inner=down_proj.shape[2], experts=gate_up_proj.shape[0], top_k=top_k,
-        dtype=DTYPES[dtype], minibatch=config.minibatch_rows, needs_grad=int(needs_grad), tokens=tokens,
-    )  # fmt: skip
+        ep,
+        config,
+        hidden=hidden,
+        inner=down_proj.shape[2],
+        experts=gate_up_proj.shape[0],
+        top_k=top_k,
+        dtype=DTYPES[dtype],
+        minibatch=config.minibatch_rows,
+        needs_grad=int(needs_grad),
+        tokens=tokens,
+    )
     stated = agree(ep, entry, phase="forward entry", seconds=config.wait_seconds(entry=True))
     facts = CallFacts(
         topk_ids=topk_ids.detach().reshape(tokens, top_k).to(torch.int64),
@@ -147,12 +155,20 @@ def _check(x: Tensor, ids: Tensor, router: Tensor, gate_up: Tensor, down: Tensor
         raise ArgumentError(complain("topk_ids", f"have shape {want} with K >= 1", list(ids.shape), "One row a token."))
     if router.shape != ids.shape:
         fix = "One weight a route."
-        raise ArgumentError(complain("topk_weights", f"have the shape of topk_ids {list(ids.shape)}", list(router.shape), fix))
+        raise ArgumentError(
+            complain("topk_weights", f"have the shape of topk_ids {list(ids.shape)}", list(router.shape), fix)
+        )
     if router.dtype != accumulate_dtype(dtype):
         fix = "Router weights are applied in the accumulation dtype; use topk_weights.float()."
         raise ArgumentTypeError(complain("topk_weights", f"be {accumulate_dtype(dtype)}", router.dtype, fix))
     hidden = x.shape[-1]
-    if gate_up.dim() != 3 or gate_up.shape[0] < 1 or gate_up.shape[1] < 2 or gate_up.shape[1] % 2 or gate_up.shape[2] != hidden:
+    if (
+        gate_up.dim() != 3
+        or gate_up.shape[0] < 1
+        or gate_up.shape[1] < 2
+        or gate_up.shape[1] % 2
+        or gate_up.shape[2] != hidden
+    ):
         fix = "Gate rows come first, then as many up rows; transpose weights stored the other way."
         raise ArgumentError(complain("gate_up_proj", f"have shape [E, 2I, {hidden}]", list(gate_up.shape), fix))
     want = [gate_up.shape[0], hidden, gate_up.shape[1] // 2]
@@ -171,10 +187,14 @@ def _check_weight(name: str, weight: Tensor, x: Tensor, dtype: torch.dtype) -> N
         raise ArgumentTypeError(complain(name, f"be {dtype} like the operands", weight.dtype, fix))
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and not (
-        isinstance(main_grad, Tensor) and main_grad.shape == weight.shape and main_grad.device == weight.device
+        isinstance(main_grad, Tensor)
+        and main_grad.shape == weight.shape
+        and main_grad.device == weight.device
         and main_grad.dtype in DTYPES
-    ):  # fmt: skip
-        got = f"{list(main_grad.shape)} {main_grad.dtype}" if isinstance(main_grad, Tensor) else type(main_grad).__name__
+    ):
+        got = (
+            f"{list(main_grad.shape)} {main_grad.dtype}" if isinstance(main_grad, Tensor) else type(main_grad).__name__
+        )
         rule = f"be an fp32, bf16 or fp64 tensor of shape {list(weight.shape)} on {weight.device}"
         raise ArgumentError(complain(f"{name}.main_grad", rule, got, "Allocate it like the weight."))
 
@@ -195,17 +215,25 @@ def _check_options(
     gate_up, down, gate = shared.gate_up_proj, shared.down_proj, shared.gate
     if gate_up.dim() != 2 or gate_up.shape[0] < 2 or gate_up.shape[0] % 2 or gate_up.shape[1] != hidden:
         got = list(gate_up.shape)
-        raise ArgumentError(complain("shared.gate_up_proj", f"have shape [2S, {hidden}]", got, "Gate rows, then up rows."))
+        raise ArgumentError(
+            complain("shared.gate_up_proj", f"have shape [2S, {hidden}]", got, "Gate rows, then up rows.")
+        )
     want = [hidden, gate_up.shape[0] // 2]
     if list(down.shape) != want:
-        raise ArgumentError(complain("shared.down_proj", f"have shape {want}", list(down.shape), "Fit it to gate_up_proj."))
+        raise ArgumentError(
+            complain("shared.down_proj", f"have shape {want}", list(down.shape), "Fit it to gate_up_proj.")
+        )
     if gate is not None and list(gate.shape) != [hidden]:
-        raise ArgumentError(complain("shared.gate", f"have shape [{hidden}]", list(gate.shape), "One number a column of x."))
+        raise ArgumentError(
+            complain("shared.gate", f"have shape [{hidden}]", list(gate.shape), "One number a column of x.")
+        )
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down), ("gate", gate)):
         if weight is not None:
             if weight.device != x.device:
                 got = weight.device
-                raise ArgumentError(complain(f"shared.{name}", f"be on the device of x ({x.device})", got, "Move it there."))
+                raise ArgumentError(
+                    complain(f"shared.{name}", f"be on the device of x ({x.device})", got, "Move it there.")
+                )
             _check_weight(f"shared.{name}", weight, x, dtype)
 
 
@@ -224,9 +252,19 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int) -> None:
 
 
 def _entry_facts(
-    ep: EPGroup, config: MoEConfig, *, hidden: int = 0, inner: int = 0, experts: int = 0, top_k: int = 0, dtype: int = 0,
-    minibatch: int = 0, needs_grad: int = 0, tokens: int = 0, refused: int = 0,
-) -> dict[str, int]:  # fmt: skip
+    ep: EPGroup,
+    config: MoEConfig,
+    *,
+    hidden: int = 0,
+    inner: int = 0,
+    experts: int = 0,
+    top_k: int = 0,
+    dtype: int = 0,
+    minibatch: int = 0,
+    needs_grad: int = 0,
+    tokens: int = 0,
+    refused: int = 0,
+) -> dict[str, int]:
     """State this call in integers and count it."""
     ep.calls += 1
     return {

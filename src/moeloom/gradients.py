@@ -21,9 +21,7 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for layer in module.modules() if isinstance(layer, MoE) for p in layer.expert_parameters()]
 
 
-def sync_gradients(
-    module: nn.Module, group: dist.ProcessGroup | None, *, timeout_s: float = 30.0
-) -> None:
+def sync_gradients(module: nn.Module, group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> None:
     """Turn the gradients of one backward into those of the mean loss over the ranks of ``group``, in place.
 
     Args:
@@ -57,7 +55,7 @@ def sync_gradients(
 def clip_gradients(
     module: nn.Module, group: dist.ProcessGroup | None, max_norm: float, *, timeout_s: float = 30.0
 ) -> Tensor:
-    """Scale all gradients so that their L2 norm over the whole model, all ranks' experts included, is at most ``max_norm``.
+    """Scale all gradients so that their L2 norm over the model, all ranks' experts included, is at most ``max_norm``.
 
     Call it after :func:`sync_gradients`.
 

@@ -39,22 +39,38 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *,
-        router: RouterConfig | None = None, shared_size: int = 0, shared_gate: bool = False,
-        swiglu_limit: float | None = None, group: dist.ProcessGroup | None = None, config: MoEConfig | None = None,
-        device=None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        router: RouterConfig | None = None,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        swiglu_limit: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        config: MoEConfig | None = None,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         sizes = dict(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
-                raise ArgumentError(complain(name, "be an integer >= 1", repr(value), "Check the model's configuration."))
+                raise ArgumentError(
+                    complain(name, "be an integer >= 1", repr(value), "Check the model's configuration.")
+                )
         self._ep = resolve_group(group)
         if num_experts % self._ep.size:
             fix = "Use a group whose size divides it."
-            raise ArgumentError(complain("num_experts", f"be a multiple of the EP group's size {self._ep.size}", num_experts, fix))
+            raise ArgumentError(
+                complain("num_experts", f"be a multiple of the EP group's size {self._ep.size}", num_experts, fix)
+            )
         if shared_gate and not shared_size:
-            raise ArgumentError(complain("shared_gate", "come with shared_size > 0", "shared_size=0", "Give the width."))
+            raise ArgumentError(
+                complain("shared_gate", "come with shared_size > 0", "shared_size=0", "Give the width.")
+            )
         self.num_experts, self.swiglu_limit, self.config = num_experts, swiglu_limit, config or MoEConfig()
         self.router = Router(hidden_size, num_experts, top_k, router, device=device)
         local = num_experts // self._ep.size
@@ -118,9 +134,16 @@ class MoE(nn.Module):
         if self.shared_gate_up_proj is not None:
             shared = SharedExperts(self.shared_gate_up_proj, self.shared_down_proj, self.shared_gate)
         return moe(
-            x, topk_ids, topk_weights, self.gate_up_proj, self.down_proj,
-            shared=shared, swiglu_limit=self.swiglu_limit, group=self._ep, config=self.config,
-        )  # fmt: skip
+            x,
+            topk_ids,
+            topk_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            shared=shared,
+            swiglu_limit=self.swiglu_limit,
+            group=self._ep,
+            config=self.config,
+        )
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Parameters that this rank alone holds; all others are replicated over the EP group."""

@@ -7,12 +7,14 @@ fp32 rows are equal for every number of rows that is a multiple of 16 and for on
 K = 2048 differs, and so does M < 16. The functions here therefore keep to fixed shapes:
 
 - :func:`matmul` cuts K into panels of 512 and adds them in order;
-- :func:`rows_matmul` works on blocks of exactly 64 rows, the last one padded;
-- :func:`exp` and :func:`sigmoid` see padded, single-thread pieces;
-- :func:`fold_sum` adds in a fixed binary tree made of elementwise additions, which IEEE 754 rounds one way only.
+- :func:`rows_matmul` works on blocks of exactly 128 rows, the last one padded;
+- :func:`sigmoid`, :func:`silu` and :func:`silu_backward` are run on whole vectors only;
+- :func:`fold_sum_` adds in a fixed binary tree made of elementwise additions, which IEEE 754 rounds one way only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,12 +22,13 @@ from torch import Tensor
 #: Largest K of one GEMM call. Up to here the K loop is not cut by MKL, whatever the number of threads.
 K_PANEL = 512
 #: Rows of every GEMM over tokens of one rank, whose number differs between layouts. Measured at K=256, N=512 on two
-#: cores: 213 GFLOP/s with 64 rows, 281 with 128, 147 with 32.
-TOKEN_BLOCK = 64
+#: cores: 147 GFLOP/s with 32 rows, 213 with 64, 281 with 128, 285 with 256.
+TOKEN_BLOCK = 128
 #: Row counts of tail blocks are padded to a multiple of this.
 ROW_STEP = 16
-#: Elements of one elementwise call; torch runs at most this many on one thread without cutting.
+#: Elements that torch gives to one thread without cutting (its grain size).
 _PIECE = 32768
+#: Elements; a multiple of what vectorised loops take at once on every CPU (two registers of 16 fp32 at most).
 _VECTOR = 64
 
 
@@ -96,36 +99,48 @@ def rows_matmul(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def exp(x: Tensor) -> Tensor:
-    """Return ``e**x`` elementwise; an element's bits do not depend on its place nor on the number of threads."""
-    if x.is_cuda:
-        return torch.exp(x)
-    flat = x.reshape(-1)
-    size = flat.numel()
-    padded = -(-size // _VECTOR) * _VECTOR
-    if padded != size:
-        flat = torch.cat([flat, flat.new_zeros(padded - size)])
-    out = torch.empty_like(flat)
-    # All threads get pieces of whole vectors of what is long enough; the rest goes in pieces for one thread.
-    threads = torch.get_num_threads()
-    even = padded // (threads * _VECTOR) * (threads * _VECTOR) if padded >= threads * _PIECE else 0
-    if even:
-        torch.exp(flat[:even], out=out[:even])
-    for first in range(even, padded, _PIECE):
-        torch.exp(flat[first : first + _PIECE], out=out[first : first + _PIECE])
-    return out[:size].view(x.shape)
-
-
 def sigmoid(x: Tensor) -> Tensor:
-    """Return ``1 / (1 + e**-x)`` elementwise with the same promise as :func:`exp`."""
-    return exp(-x).add_(1).reciprocal_()
+    """Return ``1 / (1 + e**-x)`` elementwise; an element's bits depend on its value alone."""
+    return _in_whole_vectors(torch.sigmoid, x)
 
 
-def fold_sum(x: Tensor) -> Tensor:
-    """Sum the last axis in a fixed binary tree: element i is added to element i + n/2, n a power of two.
+def silu(x: Tensor) -> Tensor:
+    """Return ``x / (1 + e**-x)`` elementwise; an element's bits depend on its value alone."""
+    return _in_whole_vectors(torch.nn.functional.silu, x)
+
+
+def silu_backward(d_out: Tensor, x: Tensor) -> Tensor:
+    """Return ``d_out * s * (1 + x * (1 - s))`` with s = sigmoid(x); an element's bits depend on its values alone."""
+    return _in_whole_vectors(torch.ops.aten.silu_backward, d_out, x)
+
+
+def _in_whole_vectors(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Apply an elementwise function so that vector code, never the scalar code for tails, sees every element.
+
+    Torch gives each thread an equal share of a long array; the array is cut so that every share is whole vectors.
+    """
+    first = inputs[0]
+    if first.is_cuda:
+        return function(*inputs)
+    size = first.numel()
+    whole = -(-size // _VECTOR) * _VECTOR
+    flat = [x.reshape(-1) for x in inputs]
+    if whole != size:
+        flat = [torch.cat([x, x.new_zeros(whole - size)]) for x in flat]
+    threads = torch.get_num_threads()
+    even = whole // (threads * _VECTOR) * (threads * _VECTOR) if whole >= threads * _PIECE else 0
+    cuts = [*([even] if even else []), *([_PIECE] * ((whole - even) // _PIECE))]
+    cuts += [whole - sum(cuts)] if sum(cuts) < whole else []
+    parts = [function(*pieces) for pieces in zip(*(x.split(cuts) for x in flat), strict=True)] if cuts else flat[:1]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out[:size].view(first.shape)
+
+
+def fold_sum_(x: Tensor) -> Tensor:
+    """Sum the last axis in a fixed binary tree: element i + n/2 is added to element i, n a power of two.
 
     Args:
-        x: [..., n], n >= 1.
+        x: [..., n], n >= 1; overwritten.
 
     Returns:
         [...], same dtype. The order depends on n alone.
@@ -134,9 +149,8 @@ def fold_sum(x: Tensor) -> Tensor:
     half = 1
     while 2 * half < width:
         half *= 2
-    total = x[..., :half].clone()
-    total[..., : width - half] += x[..., half:]
+    x[..., : width - half] += x[..., half:]
     while half > 1:
         half //= 2
-        total[..., :half] += total[..., half : 2 * half]
-    return total[..., 0]
+        x[..., :half] += x[..., half : 2 * half]
+    return x[..., 0]

@@ -53,7 +53,7 @@ class MoEFunction(torch.autograd.Function):
             out, saved = facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=save)
         if saved is not None:
             ctx.save_for_backward(x, topk_weights, facts.topk_ids, *weights, *saved.tensors())
-            ctx.facts, ctx.num_weights = facts, len(weights)
+            ctx.facts, ctx.num_weights, ctx.plan = facts, len(weights), saved.plan
         return out
 
     @staticmethod
@@ -61,7 +61,7 @@ class MoEFunction(torch.autograd.Function):
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward; weights that carry ``main_grad`` get their gradient added there instead."""
         x, topk_weights, _, *rest = ctx.saved_tensors
-        weights, saved = rest[: ctx.num_weights], Saved.from_tensors(rest[ctx.num_weights :])
+        weights, saved = rest[: ctx.num_weights], Saved.from_tensors(rest[ctx.num_weights :], ctx.plan)
         facts: CallFacts = ctx.facts
         needs_x, needs_router, *needs = ctx.needs_input_grad[1:]
         wanted = Wanted(needs_x, needs_router, needs[0], needs[1], any(needs[2:]))

@@ -43,7 +43,9 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         if self.scoring not in SCORINGS:
-            raise ArgumentError(complain("scoring", f"be one of {', '.join(SCORINGS)}", repr(self.scoring), "Fix the name."))
+            raise ArgumentError(
+                complain("scoring", f"be one of {', '.join(SCORINGS)}", repr(self.scoring), "Fix the name.")
+            )
         if not 0 < self.scale < float("inf"):
             raise ArgumentError(complain("scale", "be a finite number > 0", repr(self.scale), "Use 1.0 for none."))
 
@@ -160,7 +162,7 @@ class Router(nn.Module):
 
 
 def select_experts(scores: Tensor, top_k: int, bias: Tensor | None = None) -> Tensor:
-    """Choose ``top_k`` distinct experts of every token by ``scores + bias``; ties go to the lower index, NaN comes last.
+    """Choose ``top_k`` distinct experts of every token by ``scores + bias``; ties go to the lower index, NaN last.
 
     Args:
         scores: [T, E].
@@ -185,7 +187,7 @@ def count_routes(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def load_balance_loss(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return ``E * sum_e f_e * p_e``: 1 when balanced, E when one expert takes all (arXiv 2101.03961, equations 4 to 6).
+    """Return ``E * sum_e f_e * p_e``: 1 when balanced, E when one expert takes all (arXiv 2101.03961, eq. 4 to 6).
 
     ``f_e`` is the share of routes that went to expert e (no gradient), ``p_e`` the mean over tokens of its share of the
     scores. 0 without tokens.

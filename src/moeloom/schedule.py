@@ -23,9 +23,9 @@ from moeloom.config import ROW_BLOCK, capacity_rows
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where the rows of one rank come from, and where the routes of this rank go. All integer tensors on one device.
+    """Where the rows of one rank come from, and where the routes of this rank go. All on one device.
 
-    ``C`` = ``capacity_rows(ranks * T * K, experts of this rank)`` rows, ``B`` = C / 128 row blocks, ``T`` tokens a rank.
+    ``C`` = ``capacity_rows(ranks * T * K, experts of this rank)`` rows, ``B`` = C / 128 row blocks, ``T`` tokens.
 
     Attributes:
         source_rank: int32 [C], group rank that holds the token of this row; -1 = padding.
@@ -115,7 +115,7 @@ def build_schedule(topk_ids: Tensor, *, num_experts: int, rank: int) -> Schedule
 
 
 def _row_blocks(rows_per_expert: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Return (local expert, live rows) of each of ``num_blocks`` row blocks, int32; expert -1 and 0 rows past the end."""
+    """Return (local expert, live rows) of each of ``num_blocks`` row blocks, int32; -1 and 0 past the end."""
     blocks = (rows_per_expert + ROW_BLOCK - 1) // ROW_BLOCK
     end = blocks.cumsum(0)
     index = torch.arange(num_blocks, device=rows_per_expert.device)

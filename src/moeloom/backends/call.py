@@ -83,6 +83,7 @@ class Saved:
         gate_up: [saved heights, 2I] operand dtype, pre-activations of the row blocks below ``saved_rows``.
         shared_gate_up: [T, 2S] operand dtype, or None.
         shared_out: [T, H] accumulation dtype, shared output before the gate; None without a gate.
+        plan: what the backend worked out on the host from the schedule, or None; no tensor of activations.
     """
 
     schedule: Schedule
@@ -90,17 +91,18 @@ class Saved:
     gate_up: Tensor
     shared_gate_up: Tensor | None
     shared_out: Tensor | None
+    plan: object = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Return everything as a flat list, the form in which autograd saves it."""
+        """Return all tensors as a flat list, the form in which autograd saves them."""
         rest = [self.row_weight, self.gate_up, self.shared_gate_up, self.shared_out]
         return [getattr(self.schedule, field.name) for field in fields(Schedule)] + rest
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor | None]) -> Saved:
+    def from_tensors(cls, tensors: Sequence[Tensor | None], plan: object) -> Saved:
         """Undo :meth:`tensors`."""
         count = len(fields(Schedule))
-        return cls(Schedule(*tensors[:count]), *tensors[count:])
+        return cls(Schedule(*tensors[:count]), *tensors[count:], plan=plan)
 
 
 @dataclass(frozen=True)

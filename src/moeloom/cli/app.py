@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
-    help="Mixture-of-experts layers that give the same bits every time, and a small language model that trains on them.",
-)  # fmt: skip
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Mixture-of-experts layers with the same bits every time, and a small language model trained on them.",
+)
 
 
 def _run(module: str, function: str, **arguments: object) -> None:
@@ -34,19 +36,30 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None: ...
 
 
 @app.command()
 def train(
-    preset: Annotated[str, typer.Option(help="tiny (two CPU cores, under 3 minutes), small (a GPU), smoke (seconds); default tiny, on a GPU small.")] = "",
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="tiny (two CPU cores, under 3 minutes), small (a GPU), smoke (seconds); default tiny, on a GPU small."
+        ),
+    ] = "",
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Train for this long instead of a number of steps.")] = None,
     ep: Annotated[int | None, typer.Option(help="Spread the experts over this many processes, started here.")] = None,
-    data: Annotated[str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Folder for results; default: the next free runs/NNN.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint of --out (default: of the last run).")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest checkpoint of --out (default: of the last run).")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="auto (bf16 on a GPU), fp32, bf16.")] = None,
@@ -58,8 +71,21 @@ def train(
     config: Annotated[str | None, typer.Option(help="JSON file with any of these options and model sizes.")] = None,
 ) -> None:
     """Train a small MoE language model on real text."""
-    overrides = dict(steps=steps, minutes=minutes, data=data, seed=seed, dtype=dtype, backend=backend, lr=lr, batch=batch, seq=seq, grad_accum=grad_accum)  # fmt: skip
-    _run("train", "run", preset=preset, overrides=overrides, config=config, ep=ep, out=out, resume=resume, device=device)
+    overrides = dict(
+        steps=steps,
+        minutes=minutes,
+        data=data,
+        seed=seed,
+        dtype=dtype,
+        backend=backend,
+        lr=lr,
+        batch=batch,
+        seq=seq,
+        grad_accum=grad_accum,
+    )
+    _run(
+        "train", "run", preset=preset, overrides=overrides, config=config, ep=ep, out=out, resume=resume, device=device
+    )
 
 
 @app.command()
@@ -72,13 +98,24 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
     """Continue a prompt with a trained model."""
-    _run("use", "run_generate", checkpoint=checkpoint, prompt=prompt, length=length, temperature=temperature, seed=seed, device=device)
+    _run(
+        "use",
+        "run_generate",
+        checkpoint=checkpoint,
+        prompt=prompt,
+        length=length,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+    )
 
 
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, or the --out of a training.")],
-    data: Annotated[str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="File or folder of text; default: the standard library's sources.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
     """Measure a trained model on the validation part of a text, beside simpler methods."""

@@ -25,7 +25,9 @@ def pick_device(name: str, rank: int | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ArgumentError(complain("--device", "be auto, cpu, cuda or cuda:N", repr(name), "Fix the name.")) from error
+        raise ArgumentError(
+            complain("--device", "be auto, cpu, cuda or cuda:N", repr(name), "Fix the name.")
+        ) from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -34,5 +36,7 @@ def pick_device(name: str, rank: int | None = None) -> torch.device:
     # With fewer GPUs than ranks, ranks share: good for trying things out.
     index = device.index if device.index is not None else local % max(count, 1)
     if index >= count:
-        raise ArgumentError(complain("--device", f"name one of the {count} CUDA devices here", repr(name), "Use --device cpu."))
+        raise ArgumentError(
+            complain("--device", f"name one of the {count} CUDA devices here", repr(name), "Use --device cpu.")
+        )
     return torch.device("cuda", index)

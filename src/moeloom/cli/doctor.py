@@ -1,4 +1,4 @@
-"""``moeloom doctor``: what this machine has, whether its CPU keeps the layer's promise, which backend ``auto`` takes."""
+"""``moeloom doctor``: what this machine has, whether it keeps the layer's promise, which backend ``auto`` takes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ def run() -> int:
     _line("moeloom", __version__)
     _line("python", f"{platform.python_version()} ({sys.executable})")
     _line("platform", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} cores")
-    _line("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CPU capability {torch.backends.cpu.get_cpu_capability()}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    _line("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CPU capability {capability}")
     _line("distributed", _distributed())
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.append("cuda")
         _gpus()
     else:
-        _line("GPU", f"none that torch can use ({'CUDA ' + torch.version.cuda + ' build' if torch.version.cuda else 'CPU build of torch'})")
+        build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+        _line("GPU", f"none that torch can use ({build} of torch)")
     for device in devices:
         name, why = backends.automatic(device)
         _line(f"backend on {device}", f"auto takes '{name}': {why}")
     _line("kernels", "none in this version; the reference runs on every device")
     held = _same_bits()
-    _line("self-check", "equal bits over batch sizes, rings and threads" if held else "BITS DIFFER over batch sizes, rings or threads on this CPU")
+    _line("self-check", f"{'equal bits' if held else 'BITS DIFFER'} over batch sizes, places and threads on this CPU")
     return 0 if held else 1
 
 
@@ -53,7 +55,10 @@ def _gpus() -> None:
     count = torch.cuda.device_count()
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
-        _line(f"GPU {index}", f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+        _line(
+            f"GPU {index}",
+            f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB",
+        )
     if count > 1:
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         missing = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]

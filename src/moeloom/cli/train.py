@@ -27,12 +27,13 @@ def run(
     target = pick_device(device, rank=0 if started_here else None)
     folder = _out_folder(out, resume)
     checkpoint = _newest(folder) if resume else None
-    options = _options(preset or ("small" if target.type == "cuda" else "tiny"), config, overrides, checkpoint, bool(preset))
+    usual = "small" if target.type == "cuda" else "tiny"
+    options = _options(preset or usual, config, overrides, checkpoint, bool(preset))
     if not resume:
         _refuse_used(folder)
     if started_here:
         if options.batch % (ep * options.grad_accum) or options.model.experts % ep:
-            rule = f"divide the {options.model.experts} experts, and with grad_accum = {options.grad_accum} the batch of {options.batch}"
+            rule = f"divide the {options.model.experts} experts, and times grad_accum the batch of {options.batch}"
             raise ArgumentError(complain("--ep", rule, ep, "Use another number of processes."))
         folder.mkdir(parents=True, exist_ok=True)
         # All ranks must use the folder chosen here.
@@ -79,7 +80,9 @@ def _options(preset: str, config: str | None, overrides: dict, checkpoint: Check
     if checkpoint is None:
         return build_options(preset, config, overrides)
     if named or config:
-        raise ArgumentError("--resume takes preset and configuration from the checkpoint; leave --preset and --config out.")
+        raise ArgumentError(
+            "--resume takes preset and configuration from the checkpoint; leave --preset and --config out."
+        )
     given = {name: value for name, value in overrides.items() if value is not None}
     return Options.from_dict({**checkpoint.state["options"], **given})
 
@@ -90,7 +93,9 @@ def _out_folder(out: str | None, resume: bool) -> Path:
         return Path(out)
     taken = [int(p.name) for p in RUNS.iterdir() if re.fullmatch(r"\d{3,}", p.name)] if RUNS.is_dir() else []
     if resume and not taken:
-        raise ArgumentError(complain("--resume", "find a run", f"none in '{RUNS}'", "Pass --out, or train without --resume."))
+        raise ArgumentError(
+            complain("--resume", "find a run", f"none in '{RUNS}'", "Pass --out, or train without --resume.")
+        )
     return RUNS / f"{max(taken, default=0) + (0 if resume else 1):03d}"
 
 
@@ -100,14 +105,18 @@ def _newest(folder: Path) -> Checkpoint:
     for warning in store.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if checkpoint is None:
-        raise ArgumentError(complain("--resume", "find a checkpoint", f"none in '{folder}'", "Check --out, or train without --resume."))
+        raise ArgumentError(
+            complain("--resume", "find a checkpoint", f"none in '{folder}'", "Check --out, or train without --resume.")
+        )
     return checkpoint
 
 
 def _refuse_used(folder: Path) -> None:
     """A new run never overwrites an old one."""
     if world_size() == 1 and (folder / "checkpoints").is_dir() and any((folder / "checkpoints").iterdir()):
-        raise ArgumentError(complain("--out", "name a folder without checkpoints", f"'{folder}'", "Add --resume to continue that run."))
+        raise ArgumentError(
+            complain("--out", "name a folder without checkpoints", f"'{folder}'", "Add --resume to continue that run.")
+        )
 
 
 def _with_out(arguments: list[str], folder: Path, out: str | None) -> list[str]:

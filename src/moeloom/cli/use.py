@@ -39,7 +39,8 @@ def run_eval(checkpoint: str, data: str | None, device: str) -> int:
         print("note: this is not the text that the model was trained on", flush=True)
     bits = bits_per_byte(model, corpus.valid, seq=options.seq, group=resolve_group(None))
     simple = compute_baselines(corpus)
-    print(f"step {opened.step}: {bits:.3f} bits/byte; order-0 {simple.order0:.3f}, order-3 {simple.order3:.3f}, zlib {simple.zlib:.3f}, xz {simple.xz:.3f}")
+    others = ", ".join(f"{name} {value:.3f}" for name, value in simple.named().items())
+    print(f"step {opened.step}: {bits:.3f} bits/byte; {others}")
     return 0
 
 
@@ -53,7 +54,9 @@ def _load(path: str, device: str) -> tuple[MoELanguageModel, Options, Checkpoint
         inner = folder / "checkpoints"
         checkpoint = CheckpointStore(inner if inner.is_dir() else folder).latest()
     if checkpoint is None:
-        raise ArgumentError(complain("CHECKPOINT", "name a checkpoint or a training's folder", f"'{path}'", "Check the path."))
+        raise ArgumentError(
+            complain("CHECKPOINT", "name a checkpoint or a training's folder", f"'{path}'", "Check the path.")
+        )
     options = Options.from_dict(checkpoint.state["options"])
     model = MoELanguageModel(options.model)
     load_snapshot(checkpoint, model, torch.optim.AdamW(model.parameters()))

@@ -68,7 +68,10 @@ class EPGroup:
         kept: list[Tensor] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for step in range(1, self.size):
-            for to_peer, tensors in (((self.rank + step) % self.size, None), ((self.rank - step) % self.size, incoming)):
+            for to_peer, tensors in (
+                ((self.rank + step) % self.size, None),
+                ((self.rank - step) % self.size, incoming),
+            ):
                 peer = self.global_ranks[to_peer]
                 try:
                     if tensors is None:
@@ -156,7 +159,7 @@ def resolve_group(group: object) -> EPGroup:
     """Return the :class:`EPGroup` of a ``torch.distributed`` process group, or of one process for ``None``.
 
     Raises:
-        ArgumentError: ``group`` is no process group, torch.distributed is not initialised, or this process is no member.
+        ArgumentError: ``group`` is no process group, torch.distributed is not initialised, or we are no member.
     """
     if group is None:
         return EPGroup(None)

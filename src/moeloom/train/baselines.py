@@ -49,6 +49,10 @@ class Baselines:
     zlib: float
     xz: float
 
+    def named(self) -> dict[str, float]:
+        """Return the values by names for people."""
+        return {"order-0 counts": self.order0, "order-3 counts": self.order3, "zlib": self.zlib, "xz": self.xz}
+
 
 def order_n_bits(train: np.ndarray, valid: np.ndarray, order: int) -> float:
     """Return the cross entropy of a counting model with Witten-Bell interpolation, in bits per byte.

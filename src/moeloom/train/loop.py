@@ -72,14 +72,23 @@ class Trainer:
     """
 
     def __init__(
-        self, options: Options, corpus: Corpus, out: Path, *, group: dist.ProcessGroup | None, device: torch.device,
-        resume: Checkpoint | None, reporter: Reporter,
-    ) -> None:  # fmt: skip
+        self,
+        options: Options,
+        corpus: Corpus,
+        out: Path,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        resume: Checkpoint | None,
+        reporter: Reporter,
+    ) -> None:
         self.options, self.corpus, self.out, self.report = options, corpus, out, reporter
         self.group, self.ep, self.device = group, resolve_group(group), device
         if options.batch % (self.ep.size * options.grad_accum) or WINDOWS % self.ep.size:
             rule = f"be a multiple of ranks * grad_accum = {self.ep.size * options.grad_accum}"
-            raise ArgumentError(complain("batch", rule, options.batch, f"Use a number of ranks that divides {WINDOWS}, too."))
+            raise ArgumentError(
+                complain("batch", rule, options.batch, f"Use a number of ranks that divides {WINDOWS}, too.")
+            )
         torch.manual_seed(options.seed)
         self.model = MoELanguageModel(options.model, group, MoEConfig(backend=options.backend)).to(device)
         self.optimizer = make_optimizer(self.model, options)
@@ -90,9 +99,13 @@ class Trainer:
         if resume is not None:
             self._restore(resume)
         self._check_replicas()
-        self.metrics = MetricsWriter(out / "metrics.jsonl", self.step if resume else None) if self.ep.rank == 0 else None
+        self.metrics = (
+            MetricsWriter(out / "metrics.jsonl", self.step if resume else None) if self.ep.rank == 0 else None
+        )
         self._stop_signal = 0
-        self._loads: list[Tensor] = [torch.zeros(options.model.experts, dtype=torch.int64) for _ in self.model.moe_layers]
+        self._loads: list[Tensor] = [
+            torch.zeros(options.model.experts, dtype=torch.int64) for _ in self.model.moe_layers
+        ]
 
     def run(self) -> Result:
         """Train to the end, or to a signal; save, evaluate, draw.
@@ -109,7 +122,8 @@ class Trainer:
                 self._train_step()
                 if self._stopped():
                     self._save()
-                    self.report.say(f"stopped by {signal.Signals(self._stop_signal or signal.SIGTERM).name} after step {self.step}; saved")
+                    name = signal.Signals(self._stop_signal).name
+                    self.report.say(f"stopped by {name} after step {self.step}; saved")
                     return Result(self.step, False, None)
                 if self.step % self.options.eval_every == 0 and not self._finished():
                     self._validate(self.options.eval_bytes)
@@ -130,7 +144,7 @@ class Trainer:
         started, options = time.monotonic(), self.options
         rate = learning_rate(options, self.step, self._progress())
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("factor", 1.0)
         self.optimizer.zero_grad(set_to_none=True)
         inputs, targets = self.batches.get(self.step, self.ep.rank, self.ep.size)
         loss = torch.zeros((), device=self.device)
@@ -216,8 +230,13 @@ class Trainer:
         """Measure validation bits per byte, write the row."""
         self.report.status("validating")
         bits = bits_per_byte(
-            self.model, self.corpus.valid, seq=self.options.seq, group=self.ep, limit_bytes=limit_bytes, autocast=self._autocast(),
-        )  # fmt: skip
+            self.model,
+            self.corpus.valid,
+            seq=self.options.seq,
+            group=self.ep,
+            limit_bytes=limit_bytes,
+            autocast=self._autocast(),
+        )
         row = {"step": self.step, "kind": "valid", "bits_per_byte": bits, "whole_text": limit_bytes is None}
         if self.metrics is not None:
             self.metrics.write(row)
@@ -228,7 +247,12 @@ class Trainer:
         self.report.status("writing a sample")
         with self._autocast():
             text = generate(
-                self.model, SAMPLE_PROMPT, SAMPLE_BYTES, context=self.options.seq, temperature=0.7, seed=self.options.seed
+                self.model,
+                SAMPLE_PROMPT,
+                SAMPLE_BYTES,
+                context=self.options.seq,
+                temperature=0.7,
+                seed=self.options.seed,
             )
         self.report.sample(when, self.step, text, self.out / "samples.txt")
 
@@ -244,9 +268,13 @@ class Trainer:
             "ep": self.ep.size,
         }
         self.store.save(
-            self.step, take_snapshot(self.model, self.optimizer, self.ep.rank), state,
-            rank=self.ep.rank, world=self.ep.size, gather=lambda message: self.ep.gather_json(message, seconds=600.0),
-        )  # fmt: skip
+            self.step,
+            take_snapshot(self.model, self.optimizer, self.ep.rank),
+            state,
+            rank=self.ep.rank,
+            world=self.ep.size,
+            gather=lambda message: self.ep.gather_json(message, seconds=600.0),
+        )
         self._saved_step = self.step
         for warning in self.store.warnings:
             self.report.say(warning)
@@ -272,7 +300,9 @@ class Trainer:
             if id(p) not in own:
                 words = p.detach().reshape(-1).view(torch.int32).to(torch.int64)
                 digest[0] = (digest[0] * 31 + int(words.sum())) % (1 << 61)
-                digest[1] = (digest[1] * 31 + int((words * torch.arange(1, words.numel() + 1, device=words.device)).sum())) % (1 << 61)
+                digest[1] = (
+                    digest[1] * 31 + int((words * torch.arange(1, words.numel() + 1, device=words.device)).sum())
+                ) % (1 << 61)
         digests = self.ep.gather_words(digest, phase="replica check", seconds=_EXCHANGE_SECONDS)
         for place, other in enumerate(digests):
             if other != digest:

@@ -63,7 +63,9 @@ class ModelConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ArgumentError(complain("the model configuration", f"use only {sorted(known)}", unknown, "Fix the names."))
+            raise ArgumentError(
+                complain("the model configuration", f"use only {sorted(known)}", unknown, "Fix the names.")
+            )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
@@ -171,9 +173,9 @@ class MoELanguageModel(nn.Module):
     def _init_weights(self) -> None:
         """Small outputs at the start: what writes into the residual stream is scaled by 1 / sqrt(2 * layers)."""
         scale = (2 * self.config.layers) ** -0.5
-        tables = [self.embedding.bytes, *self.embedding.ngrams]
-        for table in tables:
-            nn.init.normal_(table.weight, std=len(tables) ** -0.5)
+        nn.init.normal_(self.embedding.bytes.weight, std=1.0)
+        for table in self.embedding.ngrams:
+            nn.init.zeros_(table.weight)
         nn.init.zeros_(self.head.weight)
         for block in self.blocks:
             nn.init.normal_(block.attention.qkv.weight, std=self.config.width**-0.5)

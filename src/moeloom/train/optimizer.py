@@ -17,17 +17,14 @@ BETAS = (0.9, 0.95)
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.AdamW:
     """Return AdamW; norms, biases, routers and embeddings do not decay."""
-    spared = set()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            spared.add(id(module.weight))
-        elif isinstance(module, MoE):
-            spared.add(id(module.router.weight))
-    decay = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in spared]
-    rest = [p for p in model.parameters() if p.dim() < 2 or id(p) in spared]
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    routers = {id(m.router.weight) for m in model.modules() if isinstance(m, MoE)}
+    seen = {id(p) for p in embeddings}
+    others = [p for p in model.parameters() if id(p) not in seen]
     groups = [
-        {"params": decay, "weight_decay": options.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2 and id(p) not in routers], "weight_decay": options.weight_decay},
+        {"params": [p for p in others if p.dim() < 2 or id(p) in routers], "weight_decay": 0.0},
+        {"params": embeddings, "weight_decay": 0.0, "factor": options.embedding_lr},
     ]
     return torch.optim.AdamW(groups, lr=options.lr, betas=BETAS, fused=True)
 

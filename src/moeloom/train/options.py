@@ -27,6 +27,7 @@ class Options:
         seq: bytes of a sequence.
         grad_accum: micro-batches that a step is cut into.
         lr: peak learning rate; warm-up over ``warmup`` steps (or that share of the time), then cosine to 2 % of it.
+        embedding_lr: factor on the learning rate of byte and n-gram embeddings, whose rows are seen seldom.
         weight_decay, clip, aux_loss, bias_rate: AdamW decay, gradient norm limit, factor of the auxiliary loss,
             step of the selection bias (sigmoid routers).
         seed: of weights and batches.
@@ -45,6 +46,7 @@ class Options:
     grad_accum: int = 1
     lr: float = 3e-3
     warmup: int = 50
+    embedding_lr: float = 10.0
     weight_decay: float = 0.1
     clip: float = 1.0
     aux_loss: float = 0.01
@@ -61,7 +63,7 @@ class Options:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_every", "eval_bytes", "save_every"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 _refuse(name, "be an integer >= 1", getattr(self, name))
-        for name in ("lr", "clip"):
+        for name in ("lr", "clip", "embedding_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 _refuse(name, "be a number > 0", getattr(self, name))
         for name in ("warmup", "weight_decay", "aux_loss", "bias_rate", "seed"):
@@ -74,7 +76,9 @@ class Options:
         if self.backend not in BACKENDS:
             _refuse("backend", f"be one of {', '.join(BACKENDS)}", self.backend)
         if self.batch % self.grad_accum:
-            raise ArgumentError(complain("batch", "be a multiple of grad_accum", f"{self.batch} and {self.grad_accum}", "Change one."))
+            raise ArgumentError(
+                complain("batch", "be a multiple of grad_accum", f"{self.batch} and {self.grad_accum}", "Change one.")
+            )
 
     def to_dict(self) -> dict:
         """Return plain JSON values."""
@@ -86,7 +90,9 @@ class Options:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ArgumentError(complain("the configuration", f"use only {', '.join(sorted(known))}", unknown, "Fix the names."))
+            raise ArgumentError(
+                complain("the configuration", f"use only {', '.join(sorted(known))}", unknown, "Fix the names.")
+            )
         model = values["model"]
         return cls(**{**values, "model": model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)})
 
@@ -96,19 +102,32 @@ class Options:
 PRESETS: dict[str, Options] = {
     "smoke": Options(
         model=ModelConfig(width=32, layers=2, heads=2, experts=4, top_k=2, expert_width=32, ngram_slots=512),
-        steps=20, batch=4, seq=64, warmup=5, eval_every=10, eval_bytes=4096, save_every=10,
+        steps=20,
+        batch=4,
+        seq=64,
+        warmup=5,
+        eval_every=10,
+        eval_bytes=4096,
+        save_every=10,
     ),
     "tiny": Options(
         model=ModelConfig(width=128, layers=4, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=16384),
-        steps=1000, batch=8, seq=256,
+        steps=1000,
+        batch=8,
+        seq=256,
     ),
     "small": Options(
         model=ModelConfig(
             width=512, layers=8, heads=8, experts=16, top_k=2, expert_width=512, shared_width=512, ngram_slots=65536
         ),
-        steps=2000, batch=32, seq=512, lr=1e-3, warmup=100, eval_bytes=262144,
+        steps=2000,
+        batch=32,
+        seq=512,
+        lr=1e-3,
+        warmup=100,
+        eval_bytes=262144,
     ),
-}  # fmt: skip
+}
 
 
 def build_options(preset: str, config_file: str | None, overrides: dict) -> Options:
@@ -128,7 +147,9 @@ def build_options(preset: str, config_file: str | None, overrides: dict) -> Opti
     for layer in (_read(config_file) if config_file else {}, {k: v for k, v in overrides.items() if v is not None}):
         model = layer.get("model", {})
         if not isinstance(model, dict):
-            raise ArgumentError(complain("model", "be a table of sizes", repr(model), 'Write {"model": {"width": 128}}.'))
+            raise ArgumentError(
+                complain("model", "be a table of sizes", repr(model), 'Write {"model": {"width": 128}}.')
+            )
         values = {**values, **layer, "model": {**values["model"], **model}}
     return Options.from_dict(values)
 
@@ -137,7 +158,9 @@ def _read(path: str) -> dict:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(complain("--config", "name a readable JSON file", f"'{path}': {error}", "Fix the file.")) from error
+        raise ArgumentError(
+            complain("--config", "name a readable JSON file", f"'{path}': {error}", "Fix the file.")
+        ) from error
     if not isinstance(values, dict):
         raise ArgumentError(complain("--config", "hold one JSON object", type(values).__name__, "Write {...}."))
     return values

@@ -79,7 +79,9 @@ def start_ranks(count: int, arguments: list[str]) -> int:
         for rank in range(count):
             # A session of its own: a terminal's Ctrl-C reaches the launcher alone, which passes it on once.
             ranks.append(
-                subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
+                subprocess.Popen(
+                    command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
+                )
             )
         return _wait(ranks)
     finally:

@@ -1,4 +1,4 @@
-"""What a training tells a person: a progress bar on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+"""What a training tells a person: a progress bar on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ class Reporter:
         if self._silent or not self._console.is_terminal:
             yield
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f} %"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self._console) as self._bar:
             done = step / options.steps if options.minutes is None else 0.0
             self._task = self._bar.add_task("starting", total=1.0, completed=min(done, 1.0))
@@ -62,7 +68,8 @@ class Reporter:
             return
         if "expert_load" in row:
             self._load = _describe_load(row["expert_load"])
-        text = f"step {row['step']:5d}  loss {row['bits_per_byte']:.3f} bits/byte  {row['tokens_per_s']:7,.0f} tokens/s{self._load}"
+        text = f"step {row['step']:5d}  loss {row['bits_per_byte']:.3f} bits/byte"
+        text += f"  {row['tokens_per_s']:7,.0f} tokens/s{self._load}"
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, description=text)
         if time.monotonic() - self._last_line >= LINE_SECONDS:
@@ -90,10 +97,8 @@ class Reporter:
 
         picture = out / "training.png"
         plot_training(read_metrics(out / "metrics.jsonl"), vars(baselines), picture)
-        rows = [("this model", bits), ("order-0 counts", baselines.order0), ("order-3 counts", baselines.order3)]
-        rows += [("zlib", baselines.zlib), ("xz", baselines.xz)]
         self.say(f"bits per byte on the validation text of {corpus.name} ({corpus.valid.size:,} bytes):")
-        for name, value in rows:
+        for name, value in {"this model": bits, **baselines.named()}.items():
             self.say(f"  {name:15s} {value:.3f}")
         self.say(f"picture: {picture}\nmetrics: {out / 'metrics.jsonl'}\ncheckpoint: {out / 'checkpoints'}")
 

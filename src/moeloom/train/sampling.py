@@ -9,7 +9,9 @@ from moeloom.train.model import MoELanguageModel
 
 
 @torch.no_grad()
-def generate(model: MoELanguageModel, prompt: bytes, length: int, *, context: int, temperature: float, seed: int) -> bytes:
+def generate(
+    model: MoELanguageModel, prompt: bytes, length: int, *, context: int, temperature: float, seed: int
+) -> bytes:
     """Continue ``prompt`` by ``length`` bytes.
 
     With an EP group every rank must call this alike; all of them return the same bytes, since a row's bits do not

@@ -8,10 +8,10 @@ from torch import Tensor
 from moeloom.backends.call import Gradients, LayerCall, Saved, Wanted
 from moeloom.backends.reference.activation import SwiGLU
 from moeloom.backends.reference.experts import expert_weights, pre_activations
-from moeloom.backends.reference.plan import Minibatch, RowBlock, make_plan
+from moeloom.backends.reference.plan import Minibatch
 from moeloom.backends.reference.shared import shared_backward
 from moeloom.backends.reference.transfer import Ring, ordered_sum, pull, push
-from moeloom.numerics import accumulate_dtype, fold_sum, matmul
+from moeloom.numerics import accumulate_dtype, fold_sum_, matmul
 
 
 def backward(call: LayerCall, saved: Saved, d_out: Tensor, wanted: Wanted) -> Gradients:
@@ -33,7 +33,7 @@ def backward(call: LayerCall, saved: Saved, d_out: Tensor, wanted: Wanted) -> Gr
     Determinism: d_x, d_w and routed weight gradients depend on the global batch and the weights alone; gradients of
     shared experts are this rank's own sums.
     """
-    plan = make_plan(saved.schedule, minibatch_rows=call.config.minibatch_rows, num_ranks=call.group.size)
+    plan: list[Minibatch] = saved.plan
     state = _State(call, saved, len(plan), d_out, wanted)
     seconds, top_k = call.config.wait_seconds(entry=False), call.top_k
     for minibatch in plan:
@@ -41,7 +41,10 @@ def backward(call: LayerCall, saved: Saved, d_out: Tensor, wanted: Wanted) -> Gr
         pull(call.group, minibatch, tokens, top_k=top_k, phase="backward pull", seconds=seconds)
         _minibatch_backward(state, minibatch)
         if state.wants_slots:
-            results = [(state.d_x_ring, state.d_x_slots), (state.d_w_ring, state.d_w_slots)]
+            results = [
+                (state.d_x_ring.rows(minibatch), state.d_x_slots),
+                (state.d_w_ring.rows(minibatch), state.d_w_slots),
+            ]
             push(call.group, minibatch, results, phase="backward push", seconds=seconds)
     return _finish(state)
 
@@ -52,10 +55,9 @@ class _State:
     def __init__(self, call: LayerCall, saved: Saved, minibatches: int, d_out: Tensor, wanted: Wanted) -> None:
         self.call, self.saved, self.d_out, self.wanted = call, saved, d_out, wanted
         x, wide = call.x, accumulate_dtype(call.x.dtype)
-        rows = min(call.config.resolved_ring_rows, max(minibatches, 1) * call.config.minibatch_rows)
         hidden_size = x.shape[1]
-        self.x_ring, self.d_out_ring, self.d_x_ring = (Ring(rows, hidden_size, x) for _ in range(3))
-        self.d_w_ring = Ring(rows, 1, call.topk_weights)
+        self.x_ring, self.d_out_ring, self.d_x_ring = (Ring(call.config, minibatches, hidden_size, x) for _ in range(3))
+        self.d_w_ring = Ring(call.config, minibatches, 1, call.topk_weights)
         self.wants_slots = call.group.size > 1 or wanted.x or wanted.topk_weights
         slots = x.shape[0] * call.top_k if self.wants_slots else 0
         self.d_x_slots = x.new_empty(slots, hidden_size)
@@ -76,30 +78,24 @@ def _minibatch_backward(state: _State, minibatch: Minibatch) -> None:
     hidden = activation.hidden()
     row_weight = saved.row_weight[minibatch.rows, None]
 
+    x_blocks, d_out_blocks = state.x_ring.blocks(minibatch), state.d_out_ring.blocks(minibatch)
     d_hidden = torch.empty(hidden.shape, dtype=accumulate_dtype(x.dtype), device=x.device)
-    for block in minibatch.blocks:
-        matmul(state.d_out_ring.block(block), weights[block.expert].down, out=_part(d_hidden, block))
+    for block, d_out, d_h in zip(minibatch.blocks, d_out_blocks, minibatch.split(d_hidden), strict=True):
+        matmul(d_out, weights[block.expert].down, out=d_h)
     if state.wants_slots:
-        places = state.d_w_ring.places(minibatch.rows)
-        state.d_w_ring.data.index_copy_(0, places, fold_sum(d_hidden * hidden)[:, None])
-    d_gate_up = activation.backward(d_hidden.mul_(row_weight))
-    weighted = (hidden * row_weight).to(x.dtype)
+        state.d_w_ring.rows(minibatch)[:, 0] = fold_sum_(d_hidden * hidden)
+    d_gate_up = minibatch.split(activation.backward(d_hidden.mul_(row_weight)))
+    weighted = minibatch.split((hidden * row_weight).to(x.dtype))
 
-    for block in minibatch.blocks:
-        d_block = _part(d_gate_up, block)
+    d_x_blocks = state.d_x_ring.blocks(minibatch)
+    for i, block in enumerate(minibatch.blocks):
         if state.wants_slots:
-            matmul(d_block, weights[block.expert].gate_up, out=state.d_x_ring.block(block))
+            matmul(d_gate_up[i], weights[block.expert].gate_up, out=d_x_blocks[i])
         # Padding rows are zeros on both sides, so a whole block may enter the sums.
         if grads.gate_up_proj is not None:
-            matmul(d_block.t(), state.x_ring.block(block), add_to=grads.gate_up_proj[block.expert])
+            matmul(d_gate_up[i].t(), x_blocks[i], add_to=grads.gate_up_proj[block.expert])
         if grads.down_proj is not None:
-            d_out = state.d_out_ring.block(block)
-            matmul(d_out.t(), _part(weighted, block), add_to=grads.down_proj[block.expert])
-
-
-def _part(rows: Tensor, block: RowBlock) -> Tensor:
-    """Return the rows of one block out of those of its minibatch."""
-    return rows[block.offset : block.offset + block.height]
+            matmul(d_out_blocks[i].t(), weighted[i], add_to=grads.down_proj[block.expert])
 
 
 def _finish(state: _State) -> Gradients:
@@ -109,9 +105,14 @@ def _finish(state: _State) -> Gradients:
     total = torch.zeros(call.x.shape, dtype=accumulate_dtype(call.x.dtype), device=call.x.device)
     if call.shared is not None and (wanted.x or wanted.shared):
         total = shared_backward(
-            call.x, state.d_out, call.shared, saved.shared_gate_up, saved.shared_out, call.swiglu_limit,
+            call.x,
+            state.d_out,
+            call.shared,
+            saved.shared_gate_up,
+            saved.shared_out,
+            call.swiglu_limit,
             grads if wanted.shared else None,
-        )  # fmt: skip
+        )
     if wanted.x:
         grads.x = ordered_sum(total, state.d_x_slots, None, is_route).to(call.x.dtype)
     if wanted.topk_weights:

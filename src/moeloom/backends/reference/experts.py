@@ -37,19 +37,21 @@ def pre_activations(
         minibatch: which row blocks.
         weights: of its experts.
         x_ring: holds the pulled token rows.
-        saved: [any, 2I], saved pre-activations from this minibatch on; may hold fewer rows than the minibatch, or more.
-        keep: True in forward: compute all rows, and write those that have a place in ``saved`` there. False in backward:
-            read them there, and compute the others.
+        saved: [any, 2I], saved pre-activations from this minibatch on; may hold fewer rows than the minibatch.
+        keep: True in forward: compute all rows, and write those that have a place in ``saved`` there. False in
+            backward: read them there, and compute the others.
     """
     wholly_saved = saved.shape[0] >= minibatch.heights
     gate_up = saved[: minibatch.heights] if wholly_saved else saved.new_empty(minibatch.heights, saved.shape[1])
     known = 0 if keep else min(saved.shape[0], minibatch.heights)
     if known and not wholly_saved:
         gate_up[:known] = saved[:known]
-    for block in minibatch.blocks:
-        if block.offset >= known:
-            rows = gate_up[block.offset : block.offset + block.height]
-            matmul(x_ring.block(block), weights[block.expert].gate_up.t(), out=rows)
+    parts = zip(minibatch.blocks, x_ring.blocks(minibatch), minibatch.split(gate_up), strict=True)
+    done = 0
+    for block, x, rows in parts:
+        if done >= known:
+            matmul(x, weights[block.expert].gate_up.t(), out=rows)
+        done += block.height
     if keep and not wholly_saved:
         saved.copy_(gate_up[: saved.shape[0]])
     return gate_up

@@ -30,8 +30,7 @@ def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, Saved | None]:
     schedule, row_weight = _schedule(call)
     plan = make_plan(schedule, minibatch_rows=call.config.minibatch_rows, num_ranks=call.group.size)
     x, top_k = call.x, call.top_k
-    ring_rows = min(call.config.resolved_ring_rows, max(len(plan), 1) * call.config.minibatch_rows)
-    x_ring, out_ring = Ring(ring_rows, x.shape[1], x), Ring(ring_rows, x.shape[1], x)
+    x_ring, out_ring = (Ring(call.config, len(plan), x.shape[1], x) for _ in range(2))
     saved_gate_up = x.new_empty(_saved_heights(call, plan) if save else 0, call.gate_up_proj.shape[1])
     slots = x.new_empty(x.shape[0] * top_k, x.shape[1])
     seconds = call.config.wait_seconds(entry=False)
@@ -40,11 +39,10 @@ def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, Saved | None]:
         pull(call.group, minibatch, [(x, x_ring)], top_k=top_k, phase="forward pull", seconds=seconds)
         weights = expert_weights(call, minibatch)
         gate_up = pre_activations(minibatch, weights, x_ring, saved_gate_up[minibatch.first_height :], keep=save)
-        hidden = SwiGLU(gate_up, call.swiglu_limit).hidden()
-        for block in minibatch.blocks:
-            rows = hidden[block.offset : block.offset + block.height]
-            matmul(rows, weights[block.expert].down.t(), out=out_ring.block(block))
-        push(call.group, minibatch, [(out_ring, slots)], phase="forward push", seconds=seconds)
+        hidden = minibatch.split(SwiGLU(gate_up, call.swiglu_limit).hidden())
+        for block, h, out in zip(minibatch.blocks, hidden, out_ring.blocks(minibatch), strict=True):
+            matmul(h, weights[block.expert].down.t(), out=out)
+        push(call.group, minibatch, [(out_ring.rows(minibatch), slots)], phase="forward push", seconds=seconds)
 
     wide = accumulate_dtype(x.dtype)
     shared_gate_up = shared_out = None
@@ -54,7 +52,7 @@ def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, Saved | None]:
         total, shared_gate_up, shared_out = shared_forward(x, call.shared, call.swiglu_limit)
     is_route = (schedule.route_rank >= 0).view(-1, top_k)[: x.shape[0]]
     out = ordered_sum(total, slots, call.topk_weights, is_route).to(x.dtype)
-    return out, Saved(schedule, row_weight, saved_gate_up, shared_gate_up, shared_out) if save else None
+    return out, Saved(schedule, row_weight, saved_gate_up, shared_gate_up, shared_out, plan) if save else None
 
 
 def _schedule(call: LayerCall) -> tuple[Schedule, Tensor]:

@@ -2,10 +2,15 @@
 
 The schedule itself never needs the host. The reference runs on the host, so it reads the schedule once and then walks
 this plan; kernels walk the schedule on the device.
+
+Padding must not cost: a tail block of 3 live rows takes 16 rows of work, not 128. Inside a minibatch the row blocks
+therefore lie one after the other at their *heights*, live rows rounded up to 16; the height depends on the expert's
+row count alone, so the GEMMs of a row have the same shape under every layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +23,12 @@ from moeloom.schedule import Schedule
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Live rows ``first_row .. first_row + rows - 1`` of local expert ``expert``; ``1 <= rows <= 128``.
-
-    Its GEMMs work on ``height`` rows, ``rows`` rounded up to 16: a function of the expert's row count alone, and small
-    for small experts. ``offset`` counts the heights of the blocks before it in the same minibatch.
-    """
+    """Rows ``first_row .. first_row + rows - 1`` of local expert ``expert``; GEMMs work on ``height`` >= ``rows``."""
 
     expert: int
     first_row: int
     rows: int
     height: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Transfer:
 
     Attributes:
         slots: int64, slots (token * K + k) of this rank whose rows the peer holds.
-        rows: int64, rows of this rank whose tokens the peer holds.
+        places: int64, places in this rank's minibatch of the rows whose tokens the peer holds.
     """
 
     slots: Tensor
-    rows: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,26 @@ class Minibatch:
     """Row blocks processed together, and one :class:`Transfer` for each rank of the group.
 
     Attributes:
+        index: 0, 1, ...
         blocks: in row order.
         transfers: in group order.
-        first_height: heights of all blocks in the minibatches before this one.
-        heights: heights of its own blocks, added up: the rows that elementwise work runs over.
-        rows: int64 [heights], the row that each of them is; padding rows included.
+        first_height: heights of all row blocks in the minibatches before this one, added up.
+        heights: heights of its own row blocks, added up.
+        rows: int64 [heights], the row at each place.
+        padding: int64, the places that are padding.
     """
 
+    index: int
     blocks: tuple[RowBlock, ...]
     transfers: tuple[Transfer, ...]
     first_height: int
     heights: int
     rows: Tensor
+    padding: Tensor
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Cut [heights, ...] into one view for each row block."""
+        return tensor.split([block.height for block in self.blocks])
 
 
 def make_plan(schedule: Schedule, *, minibatch_rows: int, num_ranks: int) -> list[Minibatch]:
@@ -71,45 +79,58 @@ def make_plan(schedule: Schedule, *, minibatch_rows: int, num_ranks: int) -> lis
     """
     count = ceil_div(int(schedule.num_rows.max()), minibatch_rows)
     device = schedule.source_rank.device
-    blocks = _blocks(schedule, minibatch_rows, count)
+    blocks = _row_blocks(schedule, minibatch_rows, count)
+    heights = [sum(block.height for block in mine) for mine in blocks]
+    rows, place_of_row = _places(blocks, heights, schedule.source_rank.numel(), device)
     row = torch.arange(schedule.source_rank.numel(), device=device)
-    rows = _by_minibatch_and_rank(schedule.source_rank, row, row, minibatch_rows, count, num_ranks)
+    places = _by_minibatch_and_rank(schedule.source_rank, row, place_of_row, minibatch_rows, count, num_ranks)
     slot = torch.arange(schedule.route_row.numel(), device=device)
     slots = _by_minibatch_and_rank(schedule.route_rank, schedule.route_row, slot, minibatch_rows, count, num_ranks)
     plan, first_height = [], 0
     for m, mine in enumerate(blocks):
-        transfers = tuple(Transfer(slots[m * num_ranks + p], rows[m * num_ranks + p]) for p in range(num_ranks))
-        heights = sum(block.height for block in mine)
-        first = torch.tensor([b.first_row - b.offset for b in mine], dtype=torch.int64)
-        height = torch.tensor([b.height for b in mine], dtype=torch.int64)
-        places = torch.arange(heights) + first.repeat_interleave(height, output_size=heights)
-        plan.append(Minibatch(tuple(mine), transfers, first_height, heights, places.to(device)))
-        first_height += heights
+        pairs = range(m * num_ranks, (m + 1) * num_ranks)
+        padding = (schedule.source_rank[rows[m]] < 0).nonzero().squeeze(1)
+        transfers = tuple(Transfer(slots[i], places[i]) for i in pairs)
+        plan.append(Minibatch(m, tuple(mine), transfers, first_height, heights[m], rows[m], padding))
+        first_height += heights[m]
     return plan
 
 
-def _blocks(schedule: Schedule, minibatch_rows: int, count: int) -> list[list[RowBlock]]:
+def _row_blocks(schedule: Schedule, minibatch_rows: int, count: int) -> list[list[RowBlock]]:
     """Read the row blocks of this rank off the schedule, by minibatch."""
     blocks: list[list[RowBlock]] = [[] for _ in range(count)]
     table = zip(schedule.block_expert.tolist(), schedule.block_rows.tolist(), strict=True)
     for index, (expert, rows) in enumerate(table):
         if rows:
             first = index * ROW_BLOCK
-            before = blocks[first // minibatch_rows]
-            offset = before[-1].offset + before[-1].height if before else 0
-            before.append(RowBlock(expert, first, rows, round_up(rows, ROW_STEP), offset))
+            blocks[first // minibatch_rows].append(RowBlock(expert, first, rows, round_up(rows, ROW_STEP)))
     return blocks
+
+
+def _places(
+    blocks: list[list[RowBlock]], heights: list[int], num_rows: int, device: torch.device
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Return (the row at each place, by minibatch) and (the place in its minibatch of each row, int64 [num_rows])."""
+    every = [block for mine in blocks for block in mine]
+    height = torch.tensor([block.height for block in every], dtype=torch.int64)
+    first_row = torch.tensor([block.first_row for block in every], dtype=torch.int64)
+    place = torch.arange(sum(heights))
+    row = place + (first_row - (height.cumsum(0) - height)).repeat_interleave(height, output_size=sum(heights))
+    size = torch.tensor(heights, dtype=torch.int64)
+    place -= (size.cumsum(0) - size).repeat_interleave(size, output_size=sum(heights))
+    place_of_row = torch.zeros(num_rows, dtype=torch.int64).scatter_(0, row, place)
+    return row.to(device).split(heights), place_of_row.to(device)
 
 
 def _by_minibatch_and_rank(
     rank: Tensor, row: Tensor, value: Tensor, minibatch_rows: int, count: int, num_ranks: int
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Group ``value`` where ``rank >= 0`` by (minibatch of ``row``, ``rank``), each group in row order."""
     live = (rank >= 0).nonzero().squeeze(1)
     rank, row, value = rank[live].to(torch.int64), row[live], value[live]
-    by_row = torch.argsort(row, stable=True)
-    group = ((row // minibatch_rows) * num_ranks + rank)[by_row]
-    order = torch.argsort(group, stable=True)
+    group = (row // minibatch_rows) * num_ranks + rank
+    # One key sorts by group, then by row.
+    order = torch.argsort(group * (int(row.max()) + 1) + row) if live.numel() else live
     sizes = torch.zeros(count * num_ranks, dtype=torch.int64, device=group.device)
     sizes = sizes.scatter_add(0, group, torch.ones_like(group))
-    return list(value[by_row[order]].split(sizes.tolist()))
+    return value[order].split(sizes.tolist())

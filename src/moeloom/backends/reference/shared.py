@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moeloom.backends.call import Gradients, SharedWeights
 from moeloom.backends.reference.activation import SwiGLU
-from moeloom.numerics import accumulate_dtype, fold_sum, matmul, rows_matmul, sigmoid, token_blocks
+from moeloom.numerics import accumulate_dtype, fold_sum_, matmul, rows_matmul, sigmoid, token_blocks
 
 
 def shared_forward(x: Tensor, shared: SharedWeights, limit: float | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -29,9 +29,14 @@ def shared_forward(x: Tensor, shared: SharedWeights, limit: float | None) -> tup
 
 
 def shared_backward(
-    x: Tensor, d_out: Tensor, shared: SharedWeights, gate_up: Tensor, ungated: Tensor | None, limit: float | None,
+    x: Tensor,
+    d_out: Tensor,
+    shared: SharedWeights,
+    gate_up: Tensor,
+    ungated: Tensor | None,
+    limit: float | None,
     grads: Gradients | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the shared experts' part of d_x, [T, H] accumulation dtype; fill this rank's weight gradients.
 
     Args:
@@ -47,7 +52,7 @@ def shared_backward(
     d_x_gate = None
     if shared.gate is not None:
         gate = _gate(x, shared.gate)
-        d_logit = fold_sum(d_out.to(wide) * ungated)[:, None] * gate * (1 - gate)
+        d_logit = fold_sum_(d_out.to(wide) * ungated)[:, None] * gate * (1 - gate)
         d_x_gate = d_logit * shared.gate.to(wide)
         d_y = (d_out.to(wide) * gate).to(x.dtype)
         if grads is not None:
@@ -69,4 +74,4 @@ def shared_backward(
 def _gate(x: Tensor, weight: Tensor) -> Tensor:
     """Return sigmoid(x . weight), [T, 1] accumulation dtype."""
     wide = accumulate_dtype(x.dtype)
-    return sigmoid(fold_sum(x.to(wide) * weight.to(wide)))[:, None]
+    return sigmoid(fold_sum_(x.to(wide) * weight.to(wide)))[:, None]

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from moeloom.backends.reference.plan import Minibatch, RowBlock
+from moeloom.backends.reference.plan import Minibatch
+from moeloom.config import MoEConfig
 from moeloom.runtime.ep_group import EPGroup
 
 
 class Ring:
-    """A buffer of ``ring_rows`` rows that the routed rows pass through; row r lies at place ``r % ring_rows``.
+    """A buffer of ``ring_rows`` rows that the routed rows pass through, minibatch by minibatch, lap after lap.
 
     Contents are unwritten memory until a row is pulled or computed; nothing reads a place before that.
+
+    Args:
+        config: sizes of ring and minibatch.
+        minibatches: how many will pass; a ring larger than all of them is cut to that.
+        width: columns.
+        like: dtype and device.
     """
 
-    def __init__(self, ring_rows: int, width: int, like: Tensor) -> None:
-        self.rows = ring_rows
-        self.data = torch.empty(ring_rows, width, dtype=like.dtype, device=like.device)
+    def __init__(self, config: MoEConfig, minibatches: int, width: int, like: Tensor) -> None:
+        self._stride = config.minibatch_rows
+        self._turn = min(config.resolved_ring_rows // self._stride, max(minibatches, 1))
+        self._data = torch.empty(self._turn * self._stride, width, dtype=like.dtype, device=like.device)
 
-    def places(self, rows: Tensor) -> Tensor:
-        """Return the places of ``rows`` (int64)."""
-        return rows % self.rows
+    def rows(self, minibatch: Minibatch) -> Tensor:
+        """Return the place of a minibatch, [heights, width]: its row blocks one after the other."""
+        first = minibatch.index % self._turn * self._stride
+        return self._data[first : first + minibatch.heights]
 
-    def block(self, block: RowBlock) -> Tensor:
-        """Return the view [height, W] of one row block; a row block never wraps."""
-        first = block.first_row % self.rows
-        return self.data[first : first + block.height]
+    def blocks(self, minibatch: Minibatch) -> Sequence[Tensor]:
+        """Return the place of each row block, [height, width]."""
+        return minibatch.split(self.rows(minibatch))
 
 
 def pull(
@@ -42,39 +52,36 @@ def pull(
         phase: named in errors.
         seconds: deadline of the exchange.
     """
-    outgoing = [
-        [source.index_select(0, transfer.slots // top_k) for source, _ in tokens] for transfer in minibatch.transfers
-    ]
+    outgoing = []
+    for transfer in minibatch.transfers:
+        wanted = transfer.slots // top_k
+        outgoing.append([source.index_select(0, wanted) for source, _ in tokens])
     incoming = [
-        [source.new_empty(transfer.rows.numel(), source.shape[1]) for source, _ in tokens]
+        [source.new_empty(transfer.places.numel(), source.shape[1]) for source, _ in tokens]
         for transfer in minibatch.transfers
     ]
     incoming[group.rank] = outgoing[group.rank]
     group.exchange(outgoing, incoming, phase=phase, seconds=seconds)
-    for transfer, received in zip(minibatch.transfers, incoming, strict=True):
-        for (_, ring), values in zip(tokens, received, strict=True):
-            ring.data.index_copy_(0, ring.places(transfer.rows), values)
-    for block in minibatch.blocks:
-        for _, ring in tokens:
-            ring.block(block)[block.rows :] = 0
+    for place, (_, ring) in enumerate(tokens):
+        rows = ring.rows(minibatch)
+        for transfer, received in zip(minibatch.transfers, incoming, strict=True):
+            rows.index_copy_(0, transfer.places, received[place])
+        rows.index_fill_(0, minibatch.padding, 0)
 
 
 def push(
-    group: EPGroup, minibatch: Minibatch, results: list[tuple[Ring, Tensor]], *, phase: str, seconds: float
+    group: EPGroup, minibatch: Minibatch, results: list[tuple[Tensor, Tensor]], *, phase: str, seconds: float
 ) -> None:
     """Write every row of one minibatch into its private slot on the rank that holds the token.
 
     Args:
         group: EP group.
         minibatch: which rows.
-        results: pairs of the ring that holds the rows and the [T * K, W] slots of this rank, pushed together.
+        results: pairs of the minibatch's rows [heights, W] and the [T * K, W] slots of this rank, pushed together.
         phase: named in errors.
         seconds: deadline of the exchange.
     """
-    outgoing = [
-        [ring.data.index_select(0, ring.places(transfer.rows)) for ring, _ in results]
-        for transfer in minibatch.transfers
-    ]
+    outgoing = [[rows.index_select(0, transfer.places) for rows, _ in results] for transfer in minibatch.transfers]
     incoming = [
         [slots.new_empty(transfer.slots.numel(), slots.shape[1]) for _, slots in results]
         for transfer in minibatch.transfers
