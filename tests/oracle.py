@@ -32,12 +32,12 @@ def dense(inputs: Inputs, dtype: torch.dtype = torch.float64) -> dict[str, Tenso
     """Return out and all gradients of ``inputs`` in ``dtype``; every expert sees every token, masked by its routes."""
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.floats().items()}
     x, weights = leaves["x"], leaves["topk_weights"]
-    out = torch.zeros_like(x)
+    out = x * 0
     if "shared_gate_up" in leaves:
         out = expert(x, leaves["shared_gate_up"], leaves["shared_down"], inputs.limit)
         if "shared_gate" in leaves:
             out = out * torch.sigmoid(x @ leaves["shared_gate"])[:, None]
-    for e in range(inputs.gate_up.shape[0]):
+    for e in inputs.ids[(inputs.ids >= 0) & (inputs.ids < inputs.gate_up.shape[0])].unique().tolist():
         factor = (weights * (inputs.ids == e)).sum(-1, keepdim=True)
         y = expert(x, leaves["gate_up"][e], leaves["down"][e], inputs.limit)
         # Not factor * y alone: a token without a route to e must not see y, whatever it is.

@@ -16,7 +16,7 @@ def restore_threads():
 
 
 @pytest.mark.parametrize("k", [1, 5, 64, 300, 512, 513, 2048])
-@pytest.mark.parametrize("n", [1, 3, 8, 96, 512])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 96, 512])
 def test_rows_do_not_depend_on_number_place_or_threads(k, n, restore_threads):
     a, b = torch.randn(200, k), torch.randn(n, k).t()
     torch.set_num_threads(2)
@@ -27,7 +27,7 @@ def test_rows_do_not_depend_on_number_place_or_threads(k, n, restore_threads):
             assert torch.equal(rows_matmul(a[first:end].clone(), b), whole[first:end])
 
 
-@pytest.mark.parametrize("k,n", [(64, 96), (512, 40), (1500, 256)])
+@pytest.mark.parametrize("k,n", [(64, 96), (512, 40), (1500, 256), (1, 40), (40, 1), (2, 3)])
 def test_block_products_do_not_depend_on_threads(k, n, restore_threads):
     for rows in range(ROW_STEP, 129, ROW_STEP):
         a, b, c = torch.randn(rows, k), torch.randn(k, n), torch.randn(rows, n)

@@ -7,6 +7,7 @@ fp32 rows are equal for every number of rows that is a multiple of 16 and for on
 K = 2048 differs, and so does M < 16. The functions here therefore keep to fixed shapes:
 
 - :func:`matmul` cuts K into panels of 512 and adds them in order;
+- a product with a single row or column is padded, because BLAS has other code for vectors;
 - :func:`rows_matmul` works on blocks of exactly 128 rows, the last one padded;
 - :func:`sigmoid`, :func:`silu` and :func:`silu_backward` are run on whole vectors only;
 - :func:`fold_sum_` adds in a fixed binary tree made of elementwise additions, which IEEE 754 rounds one way only.
@@ -57,6 +58,8 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | 
     wide = accumulate_dtype(a.dtype)
     a, b = a.to(wide), b.to(wide)
     k = a.shape[1]
+    if not a.is_cuda and 1 in (a.shape[0], b.shape[1]):
+        return _thin_matmul(a, b, out=out, add_to=add_to)
     if add_to is not None:
         total, start = add_to, 0
     elif not k:
@@ -68,6 +71,17 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | 
     for first in range(start, k, K_PANEL):
         total.addmm_(a[:, first : first + K_PANEL], b[first : first + K_PANEL])
     return total if out is None or out is total else out.copy_(total)
+
+
+def _thin_matmul(a: Tensor, b: Tensor, *, out: Tensor | None, add_to: Tensor | None) -> Tensor:
+    """:func:`matmul` with one row or column, padded: BLAS has other code for vectors, whose bits depend on the place."""
+    m, n = a.shape[0], b.shape[1]
+    fat_a = a if m > 1 else torch.cat([a, a.new_zeros(ROW_STEP - 1, a.shape[1])])
+    fat_b = b if n > 1 else torch.cat([b, b.new_zeros(b.shape[0], ROW_STEP - 1)], dim=1)
+    total = matmul(fat_a, fat_b)[:m, :n]
+    if add_to is not None:
+        return add_to.add_(total)
+    return total.contiguous() if out is None else out.copy_(total)
 
 
 def token_blocks(num_tokens: int) -> list[tuple[int, int]]:

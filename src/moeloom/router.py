@@ -128,7 +128,8 @@ class Router(nn.Module):
         if self.training and not _in_backward():
             self.load += count_routes(ids, self.weight.shape[0])
         lead = x.shape[:-1]
-        return Routing(ids.view(*lead, -1), weights.view(*lead, -1), scores.view(*lead, -1), aux_loss)
+        top, every = (*lead, self.top_k), (*lead, self.weight.shape[0])
+        return Routing(ids.view(top), weights.view(top), scores.view(every), aux_loss)
 
     def take_load(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 30.0) -> Tensor:
         """Return the load since the last call, summed over ``group``, int64 [E], and start again from zero.

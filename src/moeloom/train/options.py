@@ -46,7 +46,7 @@ class Options:
     grad_accum: int = 1
     lr: float = 3e-3
     warmup: int = 50
-    embedding_lr: float = 10.0
+    embedding_lr: float = 20.0
     weight_decay: float = 0.1
     clip: float = 1.0
     aux_loss: float = 0.01
@@ -111,8 +111,8 @@ PRESETS: dict[str, Options] = {
         save_every=10,
     ),
     "tiny": Options(
-        model=ModelConfig(width=128, layers=4, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=16384),
-        steps=1000,
+        model=ModelConfig(width=128, layers=3, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=16384),
+        steps=550,
         batch=8,
         seq=256,
     ),
