@@ -74,7 +74,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | 
 
 
 def _thin_matmul(a: Tensor, b: Tensor, *, out: Tensor | None, add_to: Tensor | None) -> Tensor:
-    """:func:`matmul` with one row or column, padded: BLAS has other code for vectors, whose bits depend on the place."""
+    """Do :func:`matmul` with one row or column, padded: BLAS rounds vectors another way, depending on their place."""
     m, n = a.shape[0], b.shape[1]
     fat_a = a if m > 1 else torch.cat([a, a.new_zeros(ROW_STEP - 1, a.shape[1])])
     fat_b = b if n > 1 else torch.cat([b, b.new_zeros(b.shape[0], ROW_STEP - 1)], dim=1)

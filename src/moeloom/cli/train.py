@@ -54,6 +54,7 @@ def _train(options: Options, checkpoint: Checkpoint | None, folder: Path, ep: in
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # Its backward adds in no fixed order.
         torch.utils.deterministic.fill_uninitialized_memory = False
     group = join_group(ep)
     rank = group.rank() if group is not None else 0

@@ -111,20 +111,21 @@ PRESETS: dict[str, Options] = {
         save_every=10,
     ),
     "tiny": Options(
-        model=ModelConfig(width=128, layers=3, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=16384),
+        model=ModelConfig(width=128, layers=3, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=8192),
         steps=550,
         batch=8,
         seq=256,
     ),
     "small": Options(
         model=ModelConfig(
-            width=512, layers=8, heads=8, experts=16, top_k=2, expert_width=512, shared_width=512, ngram_slots=65536
+            width=384, layers=6, heads=6, experts=16, top_k=2, expert_width=384, shared_width=384, ngram_slots=32768
         ),
-        steps=2000,
+        steps=400,
         batch=32,
         seq=512,
-        lr=1e-3,
-        warmup=100,
+        lr=2e-3,
+        warmup=50,
+        eval_every=100,
         eval_bytes=262144,
     ),
 }
