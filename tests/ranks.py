@@ -80,6 +80,7 @@ def _main(send, folder: str, function: Callable, rank: int, world: int, args: tu
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    dist.barrier()  # A rank that ends early must not disturb others that are still connecting.
     outcome, started = Outcome(), time.monotonic()
     try:
         outcome.value = function(rank, world, *args)

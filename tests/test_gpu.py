@@ -71,7 +71,7 @@ def test_training_repeats_its_bits(tmp_path):
     from moeloom.train.report import Reporter
     from tests.test_training import SMOKE, tensors
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     runs = []
     for name in ("a", "b"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moeloom.backends.call import Gradients, SharedWeights
 from moeloom.backends.reference.activation import SwiGLU
-from moeloom.numerics import accumulate_dtype, fold_sum_, matmul, rows_matmul, sigmoid, token_blocks
+from moeloom.numerics import accumulate_dtype, fold_sum_, matmul, rows_matmul, sigmoid
 
 
 def shared_forward(x: Tensor, shared: SharedWeights, limit: float | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -62,11 +61,8 @@ def shared_backward(
     d_gate_up = activation.backward(d_hidden)
     if grads is not None:
         hidden = activation.hidden()
-        grads.shared_gate_up = torch.zeros(shared.gate_up.shape, dtype=wide, device=x.device)
-        grads.shared_down = torch.zeros(shared.down.shape, dtype=wide, device=x.device)
-        for first, end in token_blocks(x.shape[0]):
-            matmul(d_gate_up[first:end].t(), x[first:end], add_to=grads.shared_gate_up)
-            matmul(d_y[first:end].t(), hidden[first:end], add_to=grads.shared_down)
+        grads.shared_gate_up = matmul(d_gate_up.t(), x)
+        grads.shared_down = matmul(d_y.t(), hidden)
     d_x = rows_matmul(d_gate_up, shared.gate_up)
     return d_x if d_x_gate is None else d_x + d_x_gate
 
