@@ -113,6 +113,27 @@ def test_default_saved_rows_do_not_show():
     assert_equal(run(case.make(), config=MoEConfig()), want)
 
 
+@pytest.mark.parametrize(
+    "saved_rows,heights", [(0, 0), (128, 128), (256, 256), (384, 256 + 48), (1 << 20, 256 + 48 + 16)]
+)
+def test_saved_rows_bound_what_is_kept(saved_rows, heights, monkeypatch):
+    """300 and 5 rows of two experts: row blocks of 128, 128, 44 and 5 live rows, at heights 128, 128, 48 and 16."""
+    from moeloom import backends
+
+    kept, original = [], backends.reference.forward
+
+    def forward(call, *, save):
+        out, saved = original(call, save=save)
+        kept.append(saved.gate_up.shape[0])
+        return out, saved
+
+    monkeypatch.setattr(backends.reference, "forward", forward)
+    inputs = Case(tokens=305, experts=2, top_k=1).make()
+    inputs.ids[:300], inputs.ids[300:] = 0, 1
+    run(inputs, config=MoEConfig(saved_rows=saved_rows))
+    assert kept == [heights]
+
+
 def test_a_bit_test_can_fail():
     """A layout that changes the order of the last sum is caught by the comparison used here."""
     inputs = Case(tokens=64, top_k=3, experts=8).make()

@@ -44,7 +44,7 @@ def test_softmax_by_hand():
 def test_sigmoid_with_selection_bias_by_hand():
     """The bias moves the choice from expert 0 to expert 2, the weights stay those of the scores."""
     router, x = router_with_logits(torch.tensor([[2.0, 1.0, 0.0]]), 2, RouterConfig("sigmoid", True, 2.0, True))
-    router.selection_bias.copy_(torch.tensor([-1.0, 0.0, 0.0]))
+    router.selection_bias.copy_(torch.tensor([-1.0, 0.0, 0.125]))
     got = router(x)
     one, half = 1 / (1 + math.exp(-1)), 0.5
     assert got.topk_ids.tolist() == [[1, 2]]
@@ -53,8 +53,14 @@ def test_sigmoid_with_selection_bias_by_hand():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_ties_go_to_the_lower_index(config):
-    router, x = router_with_logits(torch.zeros(3, 8), 5, config)
-    assert router(x).topk_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+    for experts in (8, 512):
+        router, x = router_with_logits(torch.zeros(3, experts), 5, config)
+        assert router(x).topk_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_nan_comes_last():
+    scores = torch.tensor([[math.nan, 1.0, 2.0, -math.inf]])
+    assert select_experts(scores, 4).tolist() == [[2, 1, 0, 3]]
 
 
 @given(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moeloom.train.baselines import Baselines
 from moeloom.train.data import Corpus
@@ -46,10 +46,9 @@ class Reporter:
             return
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=10),
             TextColumn("{task.percentage:3.0f} %"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
         )
         with Progress(*columns, console=self._console) as self._bar:
             done = step / options.steps if options.minutes is None else 0.0
@@ -68,12 +67,15 @@ class Reporter:
             return
         if "expert_load" in row:
             self._load = _describe_load(row["expert_load"])
-        text = f"step {row['step']:5d}  loss {row['bits_per_byte']:.3f} bits/byte"
-        text += f"  {row['tokens_per_s']:7,.0f} tokens/s{self._load}"
+        loss, speed = f"{row['bits_per_byte']:.3f}", f"{row['tokens_per_s']:,.0f}"
         if self._bar is not None:
+            # Short enough for a terminal of 80 columns.
+            text = f"{row['step']}: {loss} bits/byte, {speed} tokens/s, load {self._load}"
             self._bar.update(self._task, completed=progress, description=text)
         if time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
+            load = f"  expert load {self._load} of mean" if self._load else ""
+            text = f"step {row['step']:5d}  loss {loss} bits/byte  {speed:>7} tokens/s{load}"
             self.say(f"{text}  {100 * progress:3.0f} %")
 
     def validated(self, row: dict) -> None:
@@ -107,4 +109,4 @@ def _describe_load(load: list[list[int]]) -> str:
     """Return the busiest and the idlest expert of any layer as multiples of the mean load."""
     high = max(max(layer) * len(layer) / max(sum(layer), 1) for layer in load)
     low = min(min(layer) * len(layer) / max(sum(layer), 1) for layer in load)
-    return f"  expert load {low:.2f}..{high:.2f} of mean"
+    return f"{low:.2f}..{high:.2f}"
