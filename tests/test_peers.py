@@ -57,7 +57,8 @@ def dies_half_way(rank: int, world: int) -> None:
 
     def exchange(self, outgoing, incoming, *, phase: str, seconds: float):
         if phase == "forward pull" and rank == 1:
-            dist.isend(outgoing[0][0], dst=0).wait()
+            sent, received = dist.isend(outgoing[0][0], dst=0), dist.irecv(incoming[0][0], src=0)
+            sent.wait(), received.wait()
             time.sleep(0.5)
             os._exit(9)
         if phase == "forward push" and rank == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -143,8 +144,9 @@ class EPGroup:
     def _lost(self, peer: int, phase: str, started: float, cause: object) -> PeerLost:
         """Build the error for a failed wait, naming the rank that some member noticed first."""
         waited = time.monotonic() - started
-        first_line = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        return PeerLost(self._first_lost(peer), phase, waited, first_line)
+        # Of gloo's text only what happened: without its source file before, and its advice after.
+        what = re.sub(r"^\[[^]]*\] *", "", str(cause)).split(". ")[0].strip()
+        return PeerLost(self._first_lost(peer), phase, waited, what)
 
     def _first_lost(self, peer: int) -> int:
         with contextlib.suppress(Exception):  # The store may live in the very process that died.
