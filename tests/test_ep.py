@@ -169,3 +169,20 @@ def test_no_deadlock_when_ranks_have_nothing():
 @pytest.mark.slow
 def test_no_deadlock_in_a_thousand_steps():
     assert values(run_ranks(random_skew, 4, 1000, seconds=280)) == [1000] * 4
+
+
+def ordered_sum(rank: int, world: int) -> tuple:
+    from moeloom.runtime.ep_group import resolve_group
+
+    parts = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) * 10.0**r for r in range(world)]
+    total = parts[rank].clone()
+    resolve_group(dist.group.WORLD).sum_ordered(total, phase="test", seconds=20)
+    want = parts[0].clone()
+    for part in parts[1:]:
+        want += part
+    return torch.equal(total, want), total.numpy().tobytes()
+
+
+def test_sums_over_ranks_are_added_in_rank_order():
+    outcomes = values(run_ranks(ordered_sum, 4))
+    assert all(right for right, _ in outcomes) and len({bits for _, bits in outcomes}) == 1

@@ -50,13 +50,13 @@ def dies_inside(rank: int, world: int, victim: int, phase: str) -> None:
 
 
 def dies_half_way(rank: int, world: int) -> None:
-    """Rank 1 sends to rank 0 alone and dies; rank 0 first meets the loss of rank 2, which ended because of it."""
+    """Rank 2 deals with rank 0 alone and dies; rank 0 then meets the loss of rank 1 first, which ended because of it."""
     from moeloom.runtime.ep_group import EPGroup
 
     original = EPGroup.exchange
 
     def exchange(self, outgoing, incoming, *, phase: str, seconds: float):
-        if phase == "forward pull" and rank == 1:
+        if phase == "forward pull" and rank == 2:
             sent, received = dist.isend(outgoing[0][0], dst=0), dist.irecv(incoming[0][0], src=0)
             sent.wait(), received.wait()
             time.sleep(0.5)
@@ -70,7 +70,7 @@ def dies_half_way(rank: int, world: int) -> None:
 
 
 def test_all_ranks_name_the_one_that_was_lost_first():
-    assert_lost(run_ranks(dies_half_way, 3, seconds=40), 1, LIMIT + SLACK, "forward")
+    assert_lost(run_ranks(dies_half_way, 3, seconds=40), 2, LIMIT + SLACK, "forward")
 
 
 def skips(rank: int, world: int, victim: int) -> None:
