@@ -179,7 +179,8 @@ def test_main_grad_accumulates_with_one_rounding(dtype, main_dtype):
 
     leaves = [w.clone().requires_grad_() for w in weights]
     before = [torch.randn_like(w, dtype=main_dtype) for w in weights]
-    before[0][4] = float("nan")  # An expert without rows must not be touched, not even to add zero.
+    before[0][4] = float("nan")  # An expert without rows must not be touched, not even to add zero:
+    before[0][3] = -0.0  # -0 + 0 would be +0.
     for leaf, start in zip(leaves, before, strict=True):
         leaf.main_grad = start.clone()
     for times in (1, 2):
@@ -192,6 +193,8 @@ def test_main_grad_accumulates_with_one_rounding(dtype, main_dtype):
                 total = (total.float() + gradient).to(main_dtype)
             assert leaf.grad is None and leaf.grad_added_to_main_grad is True
             assert torch.equal(leaf.main_grad.nan_to_num(7.0), total.nan_to_num(7.0))
+            if leaf is leaves[0]:
+                assert torch.signbit(leaf.main_grad[3]).all()
             assert not torch.equal(leaf.main_grad.nan_to_num(7.0), start.nan_to_num(7.0))
 
 

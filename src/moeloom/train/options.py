@@ -112,7 +112,7 @@ PRESETS: dict[str, Options] = {
     ),
     "tiny": Options(
         model=ModelConfig(width=128, layers=3, heads=4, experts=8, top_k=2, expert_width=128, ngram_slots=8192),
-        steps=550,
+        steps=500,
         batch=8,
         seq=256,
     ),
