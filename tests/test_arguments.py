@@ -117,6 +117,11 @@ WRONG = {
         ArgumentTypeError,
         "shared.gate_up_proj must be torch.float32",
     ),
+    "shared no tensor": (
+        dict(shared=SharedExperts(None, torch.zeros(H, 2))),
+        ArgumentTypeError,
+        "shared.gate_up_proj must be a torch.Tensor",
+    ),
     "other device": (
         dict(gate_up_proj=torch.zeros(E, 2 * INNER, H, device="meta")),
         ArgumentError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -65,8 +67,13 @@ def test_any_shape_and_routing(tokens, hidden, inner, experts, top_k, routing, s
     inputs = Case(
         tokens, hidden, inner, experts, top_k, routing, dtype, shared, seed=seed, signed_weights=seed % 2 == 1
     ).make()
-    limits = {torch.float64: TIGHT, torch.float32: 3e-6, torch.bfloat16: 3e-2}
-    assert_close(run(inputs, config=LAYOUTS[layout]), dense(inputs), limits[dtype])
+    limit = {torch.float64: TIGHT, torch.float32: 3e-6, torch.bfloat16: 3e-2}[dtype]
+    got, want = run(inputs, config=LAYOUTS[layout]), dense(inputs)
+    # Sums that cancel keep the error of their terms; the same layer on absolute values tells how large those are.
+    terms = dense(replace(inputs, d_out=inputs.d_out.abs(), **{n: t.abs() for n, t in inputs.floats().items()}))
+    for name in want:
+        error = (got[name].double() - want[name]).norm()
+        assert error <= limit * (want[name].norm() + 0.05 * terms[name].norm()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,8 +91,6 @@ def test_error_is_no_larger_than_torch_in_the_same_dtype(dtype):
 
 def dense_in_steps(inputs, dtype):
     """The dense loop in ``dtype`` as a torch user would write it: router weights and their sum in fp32."""
-    from dataclasses import replace
-
     return dense(replace(inputs, topk_weights=inputs.topk_weights.to(dtype)), dtype)
 
 

@@ -24,6 +24,7 @@ ROOMS = (
     ("backends.reference",),
     ("backends",),
     ("ops",),
+    ("validation",),
     ("functional", "router"),
     ("layer",),
     ("gradients",),

@@ -25,7 +25,7 @@ class CallFacts:
         swiglu_limit, group, config: as in :class:`~moeloom.backends.call.LayerCall`.
         backend: the backend module.
         entry: facts that all ranks must agree on, see :func:`~moeloom.runtime.ep_group.agree`.
-        tokens_by_rank, number: as in :class:`~moeloom.backends.call.LayerCall`.
+        tokens_by_rank: as in :class:`~moeloom.backends.call.LayerCall`.
         parameters: the weights as the caller passed them, in the order of :class:`MoEFunction`; their ``main_grad``
             is looked up when backward runs.
     """
@@ -38,7 +38,6 @@ class CallFacts:
     backend: ModuleType
     entry: dict[str, int]
     tokens_by_rank: list[int]
-    number: int
     parameters: tuple[Tensor | None, ...]
 
 
@@ -99,7 +98,6 @@ def _layer_call(facts: CallFacts, x: Tensor, topk_weights: Tensor, weights: tupl
         group=facts.group,
         config=facts.config,
         tokens_by_rank=facts.tokens_by_rank,
-        number=facts.number,
     )
 
 

@@ -42,7 +42,6 @@ class LayerCall:
         group: EP group.
         config: options.
         tokens_by_rank: T of every rank in group order.
-        number: call number, equal on all ranks.
     """
 
     x: Tensor
@@ -55,7 +54,6 @@ class LayerCall:
     group: EPGroup
     config: MoEConfig
     tokens_by_rank: list[int]
-    number: int
 
     @property
     def num_local_experts(self) -> int:

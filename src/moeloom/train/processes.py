@@ -100,7 +100,8 @@ def _wait(ranks: list[subprocess.Popen]) -> int:
         if not failed:
             codes = [(rank, p.poll()) for rank, p in enumerate(ranks) if p.poll() not in (None, 0)]
             if codes:
-                rank, failed = codes[0]
+                # A rank that a signal ended is the cause; others may have noticed within the same poll.
+                rank, failed = min(codes, key=lambda pair: pair[1])
                 deadline = time.monotonic() + _GRACE_SECONDS
                 how = f"signal {signal.Signals(-failed).name}" if failed < 0 else f"exit code {failed}"
                 print(f"rank {rank} ended with {how}; waiting for the others to notice", file=sys.stderr, flush=True)
