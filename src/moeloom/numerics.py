@@ -23,7 +23,7 @@ from torch import Tensor
 #: Largest K of one GEMM call. Up to here the K loop is not cut by MKL, whatever the number of threads.
 K_PANEL = 512
 #: Rows of every GEMM over tokens of one rank, whose number differs between layouts. Measured at K=256, N=512 on two
-#: cores: 147 GFLOP/s with 32 rows, 213 with 64, 281 with 128, 285 with 256.
+#: cores: 191 GFLOP/s with 32 rows, 236 with 64, 274 with 128, 292 with 256 (benchmarks/reference_cpu.py).
 TOKEN_BLOCK = 128
 #: Row counts of tail blocks are padded to a multiple of this.
 ROW_STEP = 16
