@@ -211,6 +211,26 @@ def test_a_process_outside_the_group_is_told_so():
     assert isinstance(second.error, ArgumentError) and "group must contain this process" in str(second.error)
 
 
+def group_without_cpu(rank: int, world: int) -> str:
+    from moeloom.runtime import ep_group
+
+    def refuse(self, device):
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    dist.ProcessGroup._get_backend = refuse
+    try:
+        ep_group.resolve_group(dist.group.WORLD)
+    except ArgumentError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_group_that_cannot_move_cpu_tensors_is_refused():
+    """An NCCL group: without this check the first exchange would blame a peer."""
+    (outcome,) = run_ranks(group_without_cpu, 1)
+    assert "group must be able to move CPU tensors (gloo)" in outcome.value and "cpu:gloo,cuda:nccl" in outcome.value
+
+
 def test_errors_pickle():
     """Errors cross process boundaries in test runners and launchers."""
     import pickle

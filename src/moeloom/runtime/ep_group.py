@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,41 +66,28 @@ class EPGroup:
         if self.size == 1:
             return
         started = time.monotonic()
-        posted: list[tuple[int, dist.Work]] = []
-        kept: list[Tensor] = []
-        copies: list[tuple[Tensor, Tensor]] = []
+        posted: list[_Posted] = []
+        # Rank r begins with rank r + 1, so that not all ranks turn to the same one first.
         for step in range(1, self.size):
-            for to_peer, tensors in (
-                ((self.rank + step) % self.size, None),
-                ((self.rank - step) % self.size, incoming),
-            ):
-                peer = self.global_ranks[to_peer]
-                try:
-                    if tensors is None:
-                        for tensor in outgoing[to_peer]:
-                            if tensor.numel():
-                                wire = tensor.contiguous().cpu()
-                                kept.append(wire)
-                                posted.append((peer, dist.isend(wire, dst=peer, group=self._group)))
-                    else:
-                        for tensor in tensors[to_peer]:
-                            if tensor.numel():
-                                wire = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-                                copies.append((tensor, wire))
-                                posted.append((peer, dist.irecv(wire, src=peer, group=self._group)))
-                except RuntimeError as error:
-                    raise self._lost(peer, phase, started, error) from error
-        for peer, work in posted:
-            limit = timedelta(seconds=max(0.001, started + seconds - time.monotonic())) if seconds else _FOR_EVER
+            target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             try:
-                arrived = work.wait(limit)
+                peer = self.global_ranks[target]
+                posted += [_send(t, peer, self._group) for t in outgoing[target] if t.numel()]
+                peer = self.global_ranks[source]
+                posted += [_receive(t, peer, self._group) for t in incoming[source] if t.numel()]
             except RuntimeError as error:
                 raise self._lost(peer, phase, started, error) from error
+        for transfer in posted:
+            limit = timedelta(seconds=max(0.001, started + seconds - time.monotonic())) if seconds else _FOR_EVER
+            try:
+                arrived = transfer.work.wait(limit)
+            except RuntimeError as error:
+                raise self._lost(transfer.peer, phase, started, error) from error
             if not arrived:
-                raise self._lost(peer, phase, started, "the transfer was aborted")
-        for tensor, wire in copies:
-            if wire is not tensor:
-                tensor.copy_(wire)
+                raise self._lost(transfer.peer, phase, started, "the transfer was aborted")
+        for transfer in posted:
+            if transfer.target is not None and transfer.target is not transfer.wire:
+                transfer.target.copy_(transfer.wire)
 
     def gather_words(self, words: list[int], *, phase: str, seconds: float) -> list[list[int]]:
         """Send the same integers to every rank and return those of all ranks in group order."""
@@ -157,6 +145,25 @@ class EPGroup:
         return peer
 
 
+class _Posted(NamedTuple):
+    """A transfer under way: with whom, its handle, the memory that it uses, and where a receipt goes afterwards."""
+
+    peer: int
+    work: dist.Work
+    wire: Tensor
+    target: Tensor | None
+
+
+def _send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> _Posted:
+    wire = tensor.contiguous().cpu()
+    return _Posted(peer, dist.isend(wire, dst=peer, group=group), wire, None)
+
+
+def _receive(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> _Posted:
+    wire = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+    return _Posted(peer, dist.irecv(wire, src=peer, group=group), wire, tensor)
+
+
 def resolve_group(group: object) -> EPGroup:
     """Return the :class:`EPGroup` of a ``torch.distributed`` process group, or of one process for ``None``.
 
@@ -178,13 +185,21 @@ def resolve_group(group: object) -> EPGroup:
     if not isinstance(group, dist.ProcessGroup):
         fix = "Pass what torch.distributed.new_group() returned, or None."
         raise ArgumentError(complain("group", "be a torch.distributed process group", type(group).__name__, fix))
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError as error:
+        fix = "Use init_process_group('cpu:gloo,cuda:nccl'), or a gloo group for the experts."
+        raise ArgumentError(
+            complain("group", "be able to move CPU tensors (gloo)", dist.get_backend(group), fix)
+        ) from error
     known = _GROUPS.get(group)
     if known is None:
         known = _GROUPS[group] = EPGroup(group)
     return known
 
 
-#: One EPGroup per process group, so that all layers of a group share one call counter.
+#: One EPGroup per process group, so that all layers of a group share one call counter. An EPGroup holds on to its
+#: process group, so entries live as long as the process.
 _GROUPS: dict[dist.ProcessGroup, EPGroup] = {}
 
 
