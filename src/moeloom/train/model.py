@@ -60,13 +60,16 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict) -> ModelConfig:
         """Build from plain values; unknown or missing names are an error."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ArgumentError(
-                complain("the model configuration", f"use only {sorted(known)}", unknown, "Fix the names.")
-            )
+        refuse_unknown(cls, values, "the model configuration")
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def refuse_unknown(cls: type, values: dict, what: str) -> None:
+    """Raise ArgumentError when ``values`` names something that is no field of the dataclass ``cls``."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ArgumentError(complain(what, f"use only {', '.join(sorted(known))}", unknown, "Fix the names."))
 
 
 class ByteEmbedding(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moeloom.config import BACKENDS
 from moeloom.errors import ArgumentError, complain
-from moeloom.train.model import ModelConfig
+from moeloom.train.model import ModelConfig, refuse_unknown
 
 DTYPES = ("auto", "fp32", "bf16")
 
@@ -87,12 +87,7 @@ class Options:
     @classmethod
     def from_dict(cls, values: dict) -> Options:
         """Undo :meth:`to_dict`; unknown names are an error."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ArgumentError(
-                complain("the configuration", f"use only {', '.join(sorted(known))}", unknown, "Fix the names.")
-            )
+        refuse_unknown(cls, values, "the configuration")
         model = values["model"]
         return cls(**{**values, "model": model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)})
 
