@@ -46,7 +46,7 @@ def test_options_in_commands_exist():
             assert option in known, f"{verb} {option}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/public-reports.md"])
 def test_links_and_names_lead_somewhere(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", re.sub(r"`[^`]*`", "", text)):

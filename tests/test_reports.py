@@ -1,9 +1,7 @@
 """Failures that users reported publicly against comparable software, as tests of the layer on a CPU.
 
-Numbers follow the project's list of reports; each test says what it would look like when broken. Reports that are met
-elsewhere: 9, 10, 11 and 14 in ``test_ep.py`` and ``test_peers.py``, 18, 27 and 30 in ``test_router.py``, 20, 21 and 34
-in ``test_ep.py``, 22, 23 and 39 in ``test_schedule.py``, 37 and 38 in ``test_training.py``, 45 in ``test_arguments.py``.
-Reports about FP8, CUDA graphs, torch.compile and FSDP2 wait for what they are about.
+Numbers follow ``docs/public-reports.md``, which says for each where it was reported and where it is tested. Each test says
+what it would look like when broken.
 """
 
 from __future__ import annotations

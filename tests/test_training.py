@@ -45,7 +45,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
-    monkeypatch.setattr("moeloom.train.loop.SAMPLE_BYTES", 8)
+    monkeypatch.setattr("moeloom.train.loop.SAMPLE_BYTES", {"before training": 8, "after training": 8})
 
 
 def trainer(out: Path, text: Path, options: Options = SMOKE, resume=None) -> Trainer:

@@ -35,7 +35,8 @@ from moeloom.train.snapshot import load_snapshot, set_optimizer_step, take_snaps
 #: Steps between rows that carry the expert load.
 LOAD_EVERY = 10
 SAMPLE_PROMPT = b"def main("
-SAMPLE_BYTES = 160
+#: Bytes to generate before training (noise, and the first loss is waiting) and after it.
+SAMPLE_BYTES = {"before training": 48, "after training": 240}
 _EXCHANGE_SECONDS = 60.0
 
 
@@ -249,7 +250,7 @@ class Trainer:
             text = generate(
                 self.model,
                 SAMPLE_PROMPT,
-                SAMPLE_BYTES,
+                SAMPLE_BYTES[when],
                 context=self.options.seq,
                 temperature=0.7,
                 seed=self.options.seed,

@@ -22,6 +22,7 @@ PARENT = "MOELOOM_PARENT"
 #: Seconds that the other ranks get to end by themselves (they notice a lost peer) before they are ended.
 _GRACE_SECONDS = 45.0
 _POLL_SECONDS = 0.1
+_SETTLE_SECONDS = 0.5
 
 
 def world_size() -> int:
@@ -94,24 +95,36 @@ def start_ranks(count: int, arguments: list[str]) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen]) -> int:
-    """Return 0 when all ranks ended well, else the first failure's exit code once the others are gone."""
-    failed, deadline = 0, float("inf")
-    while any(process.poll() is None for process in ranks):
-        if not failed:
-            codes = [(rank, p.poll()) for rank, p in enumerate(ranks) if p.poll() not in (None, 0)]
-            if codes:
-                # A rank that a signal ended is the cause; others may have noticed within the same poll.
-                rank, failed = min(codes, key=lambda pair: pair[1])
-                deadline = time.monotonic() + _GRACE_SECONDS
-                how = f"signal {signal.Signals(-failed).name}" if failed < 0 else f"exit code {failed}"
-                print(f"rank {rank} ended with {how}; waiting for the others to notice", file=sys.stderr, flush=True)
-        if time.monotonic() > deadline:
-            print("ending the ranks that are left", file=sys.stderr, flush=True)
-            break
+    """Return 0 when all ranks ended well, else the exit code of the one that failed first, once the others are gone."""
+    cause, deadline = None, float("inf")
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+        if cause is None and _cause(ranks) is not None:
+            # The others notice within milliseconds, sometimes before the system has taken the first one's exit code.
+            time.sleep(_SETTLE_SECONDS)
+            cause, deadline = _report(ranks), time.monotonic() + _GRACE_SECONDS
         time.sleep(_POLL_SECONDS)
-    codes = [process.poll() for process in ranks]
-    failed = failed or next((code for code in codes if code), 0)
-    return 128 - failed if failed < 0 else failed
+    cause = cause or _report(ranks)
+    if any(process.poll() is None for process in ranks):
+        print("ending the ranks that are left", file=sys.stderr, flush=True)
+    if cause is None:
+        return 0
+    return 128 - cause[0] if cause[0] < 0 else cause[0]
+
+
+def _cause(ranks: list[subprocess.Popen]) -> tuple[int, int] | None:
+    """Return (exit code, rank) of a failed rank; one that a signal ended comes before those that only noticed it."""
+    failures = [(process.poll(), rank) for rank, process in enumerate(ranks)]
+    return min((f for f in failures if f[0]), default=None)
+
+
+def _report(ranks: list[subprocess.Popen]) -> tuple[int, int] | None:
+    """Say which rank failed and how, and return :func:`_cause`."""
+    cause = _cause(ranks)
+    if cause is not None:
+        code, rank = cause
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        print(f"rank {rank} ended with {how}", file=sys.stderr, flush=True)
+    return cause
 
 
 def _free_port() -> int:
