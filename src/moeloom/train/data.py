@@ -164,7 +164,7 @@ def _load_folder(root: Path) -> Corpus:
     documents, left_out = _read_folder(root, skip=frozenset({"__pycache__"}), suffixes=_TEXT_SUFFIXES)
     found = sum(len(text) for _, text in documents)
     got = f"{len(documents)} text files with {found} bytes in '{root}' ({left_out} other files left out)"
-    _check_enough(found, got)
+    _check_enough(found, got, f"Name more text; known suffixes are {' '.join(sorted(_TEXT_SUFFIXES))}.")
     return _build(root.resolve().name or str(root), documents)
 
 
@@ -180,20 +180,13 @@ def _load_file(path: Path) -> Corpus:
                 "Name a text file, for example in UTF-8.",
             )
         )
-    _check_enough(len(text), f"{len(text)} bytes in '{path}'")
+    _check_enough(len(text), f"{len(text)} bytes in '{path}'", "Name a longer file, or a folder.")
     return _build(path.name, [(path.name, text)])
 
 
-def _check_enough(found: int, got: str) -> None:
+def _check_enough(found: int, got: str, fix: str) -> None:
     if found < MIN_DATA_BYTES:
-        raise DataError(
-            complain(
-                "--data",
-                f"hold at least {MIN_DATA_BYTES} bytes of text",
-                got,
-                "Name more text; known suffixes in a folder are " + " ".join(sorted(_TEXT_SUFFIXES)) + ".",
-            )
-        )
+        raise DataError(complain("--data", f"hold at least {MIN_DATA_BYTES} bytes of text", got, fix))
 
 
 def _check_not_too_much(size: int, where: str) -> None:

@@ -124,7 +124,9 @@ class Trainer:
                 if self._stopped():
                     self._save()
                     name = signal.Signals(self._stop_signal).name
-                    self.report.say(f"stopped by {name} after step {self.step}; saved")
+                    self.report.say(
+                        f"stopped by {name} after step {self.step}; saved. Go on: --resume --out {self.out}"
+                    )
                     return Result(self.step, False, None)
                 if self.step % self.options.eval_every == 0 and not self._finished():
                     self._validate(self.options.eval_bytes)
