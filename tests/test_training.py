@@ -361,7 +361,13 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "number,ranks", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)]
+    "number,ranks",
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_signals_save_and_end_cleanly(tmp_path, text, number, ranks):
     process = start(tmp_path, text, "--ep", str(ranks))
