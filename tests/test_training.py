@@ -106,9 +106,8 @@ def test_resume_is_bit_for_bit(tmp_path, text, grad_accum, scoring):
 
     def step() -> None:
         original()
-        if cut.step == 5:
+        if cut.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
-            cut._stop_signal = signal.SIGINT  # As the exchange of the next step would.
 
     cut._train_step = step
     assert not cut.run().finished
@@ -123,6 +122,20 @@ def test_resume_is_bit_for_bit(tmp_path, text, grad_accum, scoring):
         for n in ("whole", "cut")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+def test_a_signal_after_the_exchange_waits_for_the_next_one(tmp_path, text):
+    """Other ranks have not heard of it: a rank that stopped on its own would leave them waiting for ever."""
+    run = trainer(tmp_path, text)
+    original = run._balance
+
+    def balance() -> None:
+        original()
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run._balance = balance
+    assert run.run().step == 4
 
 
 def test_accumulated_micro_batches_give_the_same_loss(tmp_path, text):
@@ -329,10 +342,10 @@ def test_wrong_calls_end_with_one_message(tmp_path, arguments, message):
     assert not list(tmp_path.glob("**/metrics.jsonl"))
 
 
-def start(out: Path, text: Path, *more: str) -> subprocess.Popen:
-    """Start a long training and wait for its first loss line."""
+def start(*arguments: str) -> subprocess.Popen:
+    """Start ``moeloom train ARGUMENTS`` and wait for its first loss line."""
     process = subprocess.Popen(
-        command("train", "--preset", "smoke", "--data", str(text), "--out", str(out), "--steps", "100000", *more),
+        command("train", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -342,6 +355,11 @@ def start(out: Path, text: Path, *more: str) -> subprocess.Popen:
         if re.match(r"step +\d+  loss", line):
             return process
     raise AssertionError("no loss line")
+
+
+def start_long(out: Path, text: Path, *more: str) -> subprocess.Popen:
+    """Start a training that does not end by itself."""
+    return start("--preset", "smoke", "--data", str(text), "--out", str(out), "--steps", "100000", *more)
 
 
 def children(parent: int) -> list[int]:
@@ -370,7 +388,7 @@ def alive(pid: int) -> bool:
     ],
 )
 def test_signals_save_and_end_cleanly(tmp_path, text, number, ranks):
-    process = start(tmp_path, text, "--ep", str(ranks))
+    process = start_long(tmp_path, text, "--ep", str(ranks))
     pids = children(process.pid)
     assert len(pids) == (ranks if ranks > 1 else 0)
     process.send_signal(number)
@@ -394,7 +412,9 @@ def test_signals_save_and_end_cleanly(tmp_path, text, number, ranks):
 
 def test_killed_at_any_moment_the_last_checkpoint_works(tmp_path, text):
     for delay in (0.0, 0.4):
-        process = start(tmp_path / "run", text) if delay == 0.0 else start_again(tmp_path / "run")
+        process = (
+            start_long(tmp_path / "run", text) if delay == 0.0 else start("--out", str(tmp_path / "run"), "--resume")
+        )
         time.sleep(1.5 + delay)
         process.kill()
         process.communicate()
@@ -405,22 +425,8 @@ def test_killed_at_any_moment_the_last_checkpoint_works(tmp_path, text):
     assert [r["step"] for r in rows if r["kind"] == "train"] == list(range(1, step + 3))
 
 
-def start_again(out: Path) -> subprocess.Popen:
-    process = subprocess.Popen(
-        command("train", "--out", str(out), "--resume"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    for line in process.stdout:
-        if re.match(r"step +\d+  loss", line):
-            return process
-    raise AssertionError("no loss line")
-
-
 def test_a_killed_rank_ends_all_with_an_error_that_names_it(tmp_path, text):
-    process = start(tmp_path, text, "--ep", "2")
+    process = start_long(tmp_path, text, "--ep", "2")
     pids = children(process.pid)
     victim = next(p for p in pids if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes().split(b"\0"))
     os.kill(victim, signal.SIGKILL)
@@ -432,7 +438,7 @@ def test_a_killed_rank_ends_all_with_an_error_that_names_it(tmp_path, text):
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path, text):
-    process = start(tmp_path, text, "--ep", "2")
+    process = start_long(tmp_path, text, "--ep", "2")
     pids = children(process.pid)
     process.kill()
     process.communicate()

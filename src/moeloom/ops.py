@@ -51,7 +51,7 @@ class MoEFunction(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             out, saved = facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=save)
         if saved is not None:
-            ctx.save_for_backward(x, topk_weights, facts.topk_ids, *weights, *saved.tensors())
+            ctx.save_for_backward(x, topk_weights, *weights, *saved.tensors())
             ctx.facts, ctx.num_weights, ctx.plan = facts, len(weights), saved.plan
         return out
 
@@ -59,7 +59,7 @@ class MoEFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward; weights that carry ``main_grad`` get their gradient added there instead."""
-        x, topk_weights, _, *rest = ctx.saved_tensors
+        x, topk_weights, *rest = ctx.saved_tensors
         weights, saved = rest[: ctx.num_weights], Saved.from_tensors(rest[ctx.num_weights :], ctx.plan)
         facts: CallFacts = ctx.facts
         needs_x, needs_router, *needs = ctx.needs_input_grad[1:]

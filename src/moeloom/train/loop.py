@@ -103,7 +103,9 @@ class Trainer:
         self.metrics = (
             MetricsWriter(out / "metrics.jsonl", self.step if resume else None) if self.ep.rank == 0 else None
         )
-        self._stop_signal = 0
+        # What a signal asked of this rank, and what all ranks agreed on at the last exchange. Signals reach ranks at
+        # different moments; a rank that acted on its own would leave the others waiting.
+        self._asked_signal = self._stop_signal = 0
         self._loads: list[Tensor] = [
             torch.zeros(options.model.experts, dtype=torch.int64) for _ in self.model.moe_layers
         ]
@@ -121,7 +123,7 @@ class Trainer:
                 self._sample("before training")
             while not self._finished():
                 self._train_step()
-                if self._stopped():
+                if self._stop_signal:
                     self._save()
                     name = signal.Signals(self._stop_signal).name
                     self.report.say(
@@ -179,7 +181,7 @@ class Trainer:
         finite = [v if math.isfinite(v) else 0.0 for v in (loss, aux, norm)]
         bad = [float(not math.isfinite(v)) for v in (loss, norm)]
         table = torch.zeros(self.ep.size, 7, dtype=torch.float64)
-        table[self.ep.rank] = torch.tensor([*finite, float(self._stop_signal), elapsed, *bad], dtype=torch.float64)
+        table[self.ep.rank] = torch.tensor([*finite, float(self._asked_signal), elapsed, *bad], dtype=torch.float64)
         self.ep.sum_ordered(table.view(-1), phase="step facts", seconds=_EXCHANGE_SECONDS)
         for column, what in ((5, "loss"), (6, "gradient norm")):
             if table[:, column].any():
@@ -325,9 +327,6 @@ class Trainer:
     def _finished(self) -> bool:
         return self._progress() >= 1
 
-    def _stopped(self) -> bool:
-        return bool(self._stop_signal)
-
     def _autocast(self) -> contextlib.AbstractContextManager:
         wanted = self.options.dtype
         if wanted == "bf16" or (wanted == "auto" and self.device.type == "cuda"):
@@ -339,9 +338,9 @@ class Trainer:
         """Turn SIGINT and SIGTERM into a wish to stop after the step; a second one ends at once."""
 
         def wish(number: int, _frame: object) -> None:
-            if self._stop_signal:
+            if self._asked_signal:
                 os._exit(128 + number)
-            self._stop_signal = number
+            self._asked_signal = number
             self.report.say("stopping after this step; press again to end at once without saving")
 
         if threading.current_thread() is not threading.main_thread():
