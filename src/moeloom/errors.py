@@ -46,6 +46,10 @@ class PeerLost(MoeloomError, RuntimeError):
         return type(self), (self.rank, self.phase, self.seconds, self.detail)
 
 
+class ToolchainError(MoeloomError, ImportError):
+    """Triton, or a tool that comes with it, is missing or of a version that the kernels do not support."""
+
+
 class DataError(MoeloomError, ValueError):
     """Training text or a data file that cannot be used."""
 

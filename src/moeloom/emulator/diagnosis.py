@@ -1,0 +1,123 @@
+"""From a finding to an explanation: what would have ordered a race, and who waits for what in a deadlock."""
+
+from __future__ import annotations
+
+import linecache
+import re
+
+from moeloom.emulator.alarms import Finding
+from moeloom.emulator.clocks import SUPPOSE, Access, Shadow
+from moeloom.emulator.sites import kernel_lines, line_text
+from moeloom.emulator.values import Value
+
+_WHY = {
+    "barrier": "no partition barrier stands between the other threads' accesses and the release",
+    "bulk-wait": "the bulk store is not complete when it is published: wait for it, and not with .read only",
+    "scope": "the scope of the release, the acquire or the fence does not contain both sides",
+    "release": "the writer's side publishes without release semantics",
+    "acquire": "the reader's side looks without acquire semantics",
+    "relaxed": "neither side has release or acquire semantics",
+    "all": "several parts of publishing are missing",
+    "none": "nothing orders them: no flag, barrier or wait leads from one to the other",
+}
+_KIND = {"relaxed": "release", "all": "unordered"}
+#: Which logged operation supplies what a supposition supposes.
+_SUPPLY = {"barrier": "barrier", "bulk-wait": "bulk wait", "release": "release fence", "relaxed": "release fence"}
+
+
+def finding(
+    machine: object, shadow: Shadow, granule: int, earlier: tuple, kind: str, who: Access, fence: bool
+) -> Finding:
+    """Explain one race. ``fence``: it is ordered, only the proxy fence is missing."""
+    what, comp, epoch, site = earlier
+    sites, names = machine.sites, machine.component_names
+    first = f"{what} by {names[comp]} at {sites[site]}"
+    second = f"{kind} by {names[who.comp]} at {sites[who.site]}"
+    where = f"{shadow.name} + {granule * shadow.unit} B"
+    reason, why = _reason(machine, shadow, earlier, kind, who, fence)
+    key = (reason, shadow.name.split(".", 1)[-1], site, who.site)
+    return Finding(reason, where, first, second, why, key)
+
+
+def _reason(machine: object, shadow: Shadow, earlier: tuple, kind: str, who: Access, fence: bool) -> tuple[str, str]:
+    what, comp, epoch, _ = earlier
+    name = machine.component_names[comp]
+    if fence:
+        late = _later(machine, comp, epoch, "proxy fence")
+        if late:
+            return "publish-order", f"the writer's proxy fence stands after the release, at {late}"
+        return "proxy-fence", "ordered, but no proxy fence stands between the generic and the asynchronous access"
+    if what == "read":
+        if name.startswith("bulk store") and shadow.space == "shared":
+            return "bulk-buffer", "nothing waited for the bulk store to finish reading its buffer"
+        if shadow.space == "shared" or not machine.diagnose:
+            return "slot-reuse", "written again while an earlier reader may still read it"
+    supposed = _supposed(machine, comp, epoch, who)
+    if supposed is None or supposed == "all":
+        if what == "read":
+            return "slot-reuse", "written again while an earlier reader may still read it"
+        return "unordered", _WHY["all" if supposed else "none"]
+    late = _later(machine, comp, epoch, _SUPPLY.get(supposed))
+    if late:
+        return "publish-order", f"{_SUPPLY[supposed]} stands after the release, at {late}"
+    if what == "read" and supposed in ("bulk-wait",):
+        return "slot-reuse", "written again while an earlier reader may still read it"
+    return _KIND.get(supposed, supposed), _WHY[supposed]
+
+
+def _supposed(machine: object, comp: int, epoch: int, who: Access) -> str | None:
+    """The first supposition under which the earlier access is known."""
+    if not machine.diagnose:
+        return None
+    for number, name in enumerate(SUPPOSE, 1):
+        if who.clock.m[3 * number, comp] >= epoch:
+            return name
+    return None
+
+
+def _later(machine: object, comp: int, epoch: int, op: str | None) -> str | None:
+    """Where the writer did ``op`` only after the release that should have followed it; None if it did not."""
+    if op is None or not machine.diagnose:
+        return None
+    agent = machine.component_agents[comp]
+    start = machine.issued.get((comp, epoch)) if machine.component_is_async[comp] else None
+    after = agent.log[start:] if start is not None else [n for n in agent.log if n.epoch >= epoch]
+    released = False
+    for note in after:
+        if note.op == "release":
+            if released:
+                return None
+            released = True
+        elif note.op == "store" and released:
+            return None
+        elif note.op == op and released:
+            return machine.sites[note.site]
+    return None
+
+
+def waiting_report(machine: object) -> tuple[str, str]:
+    """Who waits, where and for what; and whether CTAs that did not start are to blame."""
+    waiting = [a for a in machine.agents if not a.done]
+    unstarted = sum(len(launch.unstarted) for launch in machine.launches if launch.ready)
+    lines = [f"seed {machine.seed}: {len(waiting)} partitions wait, {unstarted} CTAs are not started"]
+    if unstarted and machine.resident is not None:
+        lines[0] += f" (the device holds {machine.resident})"
+    for agent in waiting:
+        what = agent.waiting.text() if agent.waiting is not None else "its turn"
+        lines.append(f"  {agent.name} waits for {what}")
+        for file, line, function, frame in kernel_lines(agent.let.gr_frame):
+            lines.append(f"      {line_text(file, line, function)}{_locals(file, line, frame)}")
+    lines += map(str, machine.findings)
+    blocked = unstarted and machine.resident is not None
+    return "\n".join(lines), "residency" if blocked else "deadlock"
+
+
+def _locals(file: str, line: int, frame: object) -> str:
+    """Scalars that the line names."""
+    names = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", linecache.getline(file, line)))
+    shown = []
+    for name in names:
+        value = frame.f_locals.get(name)
+        if isinstance(value, (int, float)) or (isinstance(value, Value) and not value.shape):
+            shown.append(f"{name}={value}")
+    return "  with " + ", ".join(shown) if shown else ""

@@ -1,0 +1,1 @@
+"""The language's functions, one file a family; :mod:`moeloom.emulator.rebuild` says which stands for which."""
