@@ -17,10 +17,13 @@ MAX_FILE, MAX_FUNCTION = 800, 150
 #: Rooms from the ground up; a module may import its own room and those before it.
 ROOMS = (
     ("version", "errors"),
+    ("compat",),
+    ("emulator",),
     ("config",),
     ("schedule", "numerics"),
     ("runtime",),
     ("backends.call",),
+    ("backends.torch",),
     ("backends.reference",),
     ("backends",),
     ("ops",),
@@ -29,6 +32,7 @@ ROOMS = (
     ("layer",),
     ("gradients",),
     ("train",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )
@@ -65,6 +69,12 @@ def test_imports_point_down(path):
     for there in imported(path):
         package = there == "backends" and here.startswith("backends.")
         assert package or floor(there) <= floor(here), f"moeloom.{here} imports moeloom.{there}, which lies above it"
+
+
+def test_the_emulator_needs_nothing_of_the_project_but_compat():
+    for path in (SOURCE / "emulator").rglob("*.py"):
+        others = {n for n in imported(path) if n != "compat" and not n.startswith("emulator")}
+        assert not others, f"{path.name} imports {others}"
 
 
 def test_the_reference_knows_no_kernels():

@@ -216,6 +216,8 @@ class Shadow:
                 table = tables[who.comp] = _Reads(len(self.writer))
             where.set(table.last, _packed(who.epoch, who.site))
             table.latest = who.epoch
+            if self.machine.diagnose:
+                self.machine.read_clocks[who.comp, who.epoch] = clock.copy()
 
     def _check_writes(self, where: Index | Box, kind: str, who: Access, known: np.ndarray) -> None:
         if not self.latest_write:
@@ -260,6 +262,10 @@ class Shadow:
         what, comp, packed = earlier
         site = packed & ((1 << _SITE_BITS) - 1)
         self.machine.race(self, granule, (what, comp, packed >> _SITE_BITS, site), kind, who, fence)
+
+    def epoch_of_write(self, granule: int) -> int:
+        """Epoch of the last write."""
+        return int(self.last_write[granule]) >> _SITE_BITS
 
     def _unwritten(self, where: Index | Box, who: Access) -> None:
         at = int(np.argmax(where.get(self.writer) < 0))

@@ -6,7 +6,7 @@ import linecache
 import re
 
 from moeloom.emulator.alarms import Finding
-from moeloom.emulator.clocks import SUPPOSE, Access, Shadow
+from moeloom.emulator.clocks import SUPPOSE, Access, Clock, Shadow
 from moeloom.emulator.sites import kernel_lines, line_text
 from moeloom.emulator.values import Value
 
@@ -34,12 +34,12 @@ def finding(
     first = f"{what} by {names[comp]} at {sites[site]}"
     second = f"{kind} by {names[who.comp]} at {sites[who.site]}"
     where = f"{shadow.name} + {granule * shadow.unit} B"
-    reason, why = _reason(machine, shadow, earlier, kind, who, fence)
+    reason, why = _reason(machine, shadow, granule, earlier, who, fence)
     key = (reason, shadow.name.split(".", 1)[-1], site, who.site)
     return Finding(reason, where, first, second, why, key)
 
 
-def _reason(machine: object, shadow: Shadow, earlier: tuple, kind: str, who: Access, fence: bool) -> tuple[str, str]:
+def _reason(machine: object, shadow: Shadow, granule: int, earlier: tuple, who: Access, fence: bool) -> tuple[str, str]:
     what, comp, epoch, _ = earlier
     name = machine.component_names[comp]
     if fence:
@@ -47,32 +47,50 @@ def _reason(machine: object, shadow: Shadow, earlier: tuple, kind: str, who: Acc
         if late:
             return "publish-order", f"the writer's proxy fence stands after the release, at {late}"
         return "proxy-fence", "ordered, but no proxy fence stands between the generic and the asynchronous access"
-    if what == "read":
-        if name.startswith("bulk store") and shadow.space == "shared":
-            return "bulk-buffer", "nothing waited for the bulk store to finish reading its buffer"
-        if shadow.space == "shared" or not machine.diagnose:
+    if what == "read" and name.startswith("bulk store") and shadow.space == "shared":
+        return "bulk-buffer", "nothing waited for the bulk store to finish reading its buffer"
+    if what == "read" and _is_reuse(machine, shadow, granule, comp, epoch):
+        supposed = _supposed(machine, comp, epoch, who.clock)
+        if supposed in (None, "all", "bulk-wait"):
             return "slot-reuse", "written again while an earlier reader may still read it"
-    supposed = _supposed(machine, comp, epoch, who)
+    elif what == "read":
+        # The schedule made the reader come first, but it was the writer who should have.
+        supposed = _supposed(machine, who.comp, who.epoch, machine.read_clocks.get((comp, epoch)))
+        comp, epoch = who.comp, who.epoch
+    else:
+        supposed = _supposed(machine, comp, epoch, who.clock)
     if supposed is None or supposed == "all":
-        if what == "read":
-            return "slot-reuse", "written again while an earlier reader may still read it"
         return "unordered", _WHY["all" if supposed else "none"]
     late = _later(machine, comp, epoch, _SUPPLY.get(supposed))
     if late:
         return "publish-order", f"{_SUPPLY[supposed]} stands after the release, at {late}"
-    if what == "read" and supposed in ("bulk-wait",):
-        return "slot-reuse", "written again while an earlier reader may still read it"
+    early = _early_barrier(machine, comp, epoch) if supposed == "barrier" else None
+    if early:
+        return "publish-order", f"the bulk wait stands after the barrier, which is at {early}"
     return _KIND.get(supposed, supposed), _WHY[supposed]
 
 
-def _supposed(machine: object, comp: int, epoch: int, who: Access) -> str | None:
-    """The first supposition under which the earlier access is known."""
-    if not machine.diagnose:
+def _supposed(machine: object, comp: int, epoch: int, clock: Clock | None) -> str | None:
+    """The first supposition under which a clock knows an access."""
+    if not machine.diagnose or clock is None:
         return None
+    clock.fit(comp + 1)
     for number, name in enumerate(SUPPOSE, 1):
-        if who.clock.m[3 * number, comp] >= epoch:
+        if clock.m[3 * number, comp] >= epoch:
             return name
     return None
+
+
+def _is_reuse(machine: object, shadow: Shadow, granule: int, reader: int, epoch: int) -> bool:
+    """Whether the reader had its value from an earlier write that it knew, so that this write is the next one."""
+    writer = int(shadow.writer[granule])
+    if not machine.diagnose:
+        return writer >= 0
+    clock = machine.read_clocks.get((reader, epoch))
+    if writer < 0 or clock is None:
+        return False
+    clock.fit(writer + 1)
+    return clock.m[0, writer] >= shadow.epoch_of_write(granule)
 
 
 def _later(machine: object, comp: int, epoch: int, op: str | None) -> str | None:
@@ -92,6 +110,22 @@ def _later(machine: object, comp: int, epoch: int, op: str | None) -> str | None
             return None
         elif note.op == op and released:
             return machine.sites[note.site]
+    return None
+
+
+def _early_barrier(machine: object, comp: int, epoch: int) -> str | None:
+    """Where a partition met between a bulk store and the wait for it, and not again before the release."""
+    start = machine.issued.get((comp, epoch))
+    if start is None:
+        return None
+    barrier = None
+    for note in machine.component_agents[comp].log[start:]:
+        if note.op == "barrier":
+            barrier = note.site
+        elif note.op == "bulk wait":
+            return None if barrier is None else machine.sites[barrier]
+        elif note.op == "release":
+            return None
     return None
 
 

@@ -85,6 +85,7 @@ class Emulator:
         self.locations: dict[int, object] = {}
         self.scopes_used: dict[int, dict] = {}
         self.issued: dict[tuple[int, int], int] = {}
+        self.read_clocks: dict[tuple[int, int], Clock] = {}
         self.sites = Sites()
         self.launches: list[Launch] = []
         self._waiting_launches: list[Launch] = []
@@ -345,8 +346,9 @@ class Emulator:
         """Start a partition of a CTA."""
 
         def body() -> None:
-            fn(*args, **(kwargs or {}))
-            self._leave(agent)
+            with np.errstate(all="ignore"):  # numpy keeps this per coroutine; integers wrap, infinities pass
+                fn(*args, **(kwargs or {}))
+                self._leave(agent)
 
         agent = Agent(self, f"{cta.name}.{part}", cta, num_warps, body)
         if parent is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from moeloom.compat import gl
 from moeloom.emulator.alarms import Fault, NotEmulated
 from moeloom.emulator.dtypes import decode, encode, is_pointer, is_rounded, rounded, storage, value
+from moeloom.emulator.state import machine
 
 _POINTER = gl.pointer_type
 _INT32, _INT64, _INT1, _F32 = gl.int32, gl.int64, gl.int1, gl.float32
@@ -351,7 +352,6 @@ class Accumulator(Value):
     def a(self) -> np.ndarray:
         """The values."""
         if not self.waited:
-            raise Fault(
-                "the accumulator of a wgmma is read before the warpgroup_mma_wait that covers it", "before-wait"
-            )
+            text = "the accumulator of a wgmma is read before the warpgroup_mma_wait that covers it"
+            raise Fault(f"{machine().whose()}: {text}", "before-wait")
         return self.result

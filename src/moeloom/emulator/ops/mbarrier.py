@@ -22,6 +22,7 @@ class Barrier:
     def __init__(self, machine: object, name: str, count: int) -> None:
         self.name, self.count, self.pending, self.bytes, self.phases = name, count, count, 0, 0
         self.waiters: list = []
+        self.in_flight = 0  # bytes of bulk loads issued in this phase that have not come
         self.arriving, self.complete = machine.new_clock(), machine.new_clock()
 
     def arrive(self, clock: Clock, count: int, more_bytes: int) -> None:
@@ -32,19 +33,20 @@ class Barrier:
         if self.pending < 0:
             raise Fault(f"more arrivals at mbarrier {self.name} than its count of {self.count}", "mbarrier")
         if self.pending == 0 and self.bytes == 0:
+            if self.in_flight:
+                text = (
+                    f"mbarrier {self.name}: phase {self.phases} completes while {self.in_flight} bytes of its bulk "
+                    "loads are in flight; fewer bytes were expected than the loads bring"
+                )
+                raise Fault(text, "mbarrier")
             self.phases += 1
             self.pending = self.count
             self.complete.join(self.arriving)
             state.machine().wake(self.waiters)
 
-    def deliver(self, who: Access, count: int, issued_in: int) -> None:
-        """Bytes of a bulk load that was issued in phase ``issued_in`` have come."""
-        if self.phases != issued_in:
-            text = (
-                f"mbarrier {self.name}: {count} bytes of a bulk load come after their phase has completed; "
-                "fewer bytes were expected than the loads of the phase bring"
-            )
-            raise Fault(text, "mbarrier")
+    def deliver(self, who: Access, count: int) -> None:
+        """Bytes of a bulk load have come."""
+        self.in_flight -= count
         self.arrive(completed(who), 0, -count)
 
 

@@ -134,8 +134,9 @@ def load(
         return
     descriptor, bar, at = tensor_desc, barrier_of(barrier), _place(tensor_desc, coord, result)
     who = agent.asynchronous("bulk load")
-    machine, issued_in = agent.machine, bar.phases
+    machine = agent.machine
     dtype = storage(descriptor.dtype)
+    bar.in_flight += dtype.itemsize * result.numel
     if machine.poison:  # from now on, anything may be there
         result.write(np.full((*result.shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(result.shape))
 
@@ -152,7 +153,7 @@ def load(
                 box[part[1]] = inside
         result.check("write", who)
         result.write(box)
-        bar.deliver(who, box.nbytes, issued_in)
+        bar.deliver(who, box.nbytes)
 
     event = Event(machine, arrive)
     agent.cta.loads = [pending for pending in agent.cta.loads if not pending[0].done]

@@ -1,0 +1,3 @@
+"""The fixture ``emulate``."""
+
+from moeloom.emulator.plugin import emulate  # noqa: F401
