@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from moeloom.compat import TensorDescriptor, fence_proxy_async, gl, gluon, mbarrier, tma_load, tma_store
-from moeloom.emulator import Deadlock, Emulator, Fault, NotEmulated, Race, sweep
+from moeloom.emulator import KINDS, Deadlock, Emulator, Fault, NotEmulated, Race, sweep
 from moeloom.emulator.dtypes import FP8, decode, encode
 
 LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -423,3 +426,23 @@ def test_a_tiny_kernel_takes_little_time():
         build(emu)
         emu.run()
     assert (time.perf_counter() - started) / 5 < 0.2
+
+
+def test_the_examples_of_the_documentation(tmp_path, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "emulator.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(examples) == 2
+    for code in examples:
+        (tmp_path / str(len(code))).mkdir()
+        file = tmp_path / str(len(code)) / "example.py"
+        file.write_text(code)
+        runpy.run_path(str(file))
+    assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", page, re.S).group(1)
+
+
+def test_the_kinds_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "emulator.md").read_text()
+    table = page[page.index("| kind |") : page.index("`docs/emulator-witness.md`")]
+    assert set(re.findall(r"`([\w-]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if line))) == set(
+        KINDS
+    )
