@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ DEFAULT_MARKERS = "not slow and not gpu and not large"
 SETS = {"train": ["train"], "test": ["train", "test"]}
 FIRST_IMPORT = {
     "train": "torch, torch._dynamo, numpy, safetensors.torch, typer, rich.live, matplotlib.backends.backend_agg",
-    "test": "pytest, pytest_timeout, hypothesis.extra.numpy, torch.testing",
+    "test": "pytest, pytest_timeout, hypothesis.extra.numpy, torch.testing, greenlet",
 }
 
 
@@ -522,10 +523,30 @@ def install_torch(spec, driver, pip_version, install, fd):
         raise LauncherError(why_pip_failed(spec, text))
 
 
+def torch_pins_triton():
+    """Tell whether the torch in ``.venv`` names a triton of its own."""
+    code = "import importlib.metadata as m; print('\\n'.join(m.requires('torch') or []))"
+    try:
+        out = subprocess.check_output(
+            [venv_python(VENV), "-I", "-c", code], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return any(re.match(r"triton\b", line) and "extra ==" not in line for line in out.decode("utf-8").splitlines())
+
+
 def install_requirements(name, install, fd):
     """Install one file of pinned requirements."""
+    path = os.path.join(ROOT, "requirements", name + ".txt")
+    pins = ["-r", path]
+    with open(path, encoding="utf-8") as file:
+        lines = [line.strip() for line in file]
+    # Another triton under a CUDA build of torch would break torch.compile, and the kernels take any from 3.6 to 3.9.
+    if any(line.startswith("triton==") for line in lines) and torch_pins_triton():
+        say(f"requirements/{name}.txt: torch brings its own triton; it is kept")
+        pins = [line for line in lines if line and not line.startswith(("#", "-", "triton=="))]
     # The files hold every dependency, so there is nothing to resolve.
-    code, text = run_pip(install + ["--no-deps", "-r", os.path.join(ROOT, "requirements", name + ".txt")], fd)
+    code, text = run_pip(install + ["--no-deps"] + pins, fd)
     if code:
         raise LauncherError(why_pip_failed(f"requirements/{name}.txt", text))
 

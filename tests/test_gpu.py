@@ -8,12 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cases import LAYOUTS, ROUTED, ROUTINGS, Case, Inputs, run
+from moeloom import MoEConfig
+from tests import cases
+from tests.cases import LAYOUTS, ROUTED, ROUTINGS, Case, Inputs
 from tests.oracle import dense, relative_l2
 from tests.ranks import run_ranks, values
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def run(inputs: Inputs, group=None, config: MoEConfig | None = None) -> dict[str, torch.Tensor]:
+    """Run the reference; on a GPU ``auto`` would take another backend."""
+    return cases.run(inputs, group, replace(config or MoEConfig(), backend="reference"))
 
 
 def on_gpu(inputs: Inputs) -> Inputs:

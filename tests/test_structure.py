@@ -21,6 +21,7 @@ ROOMS = (
     ("emulator",),
     ("config",),
     ("schedule", "numerics"),
+    ("kernels",),
     ("runtime",),
     ("backends.call",),
     ("backends.torch",),
@@ -33,6 +34,7 @@ ROOMS = (
     ("gradients",),
     ("train",),
     ("bench",),
+    ("compile",),
     ("cli",),
     ("__main__",),
 )

@@ -3,15 +3,14 @@
 Every kernel, the emulator and ``moeloom compile`` take Triton from here and nowhere else; ``import moeloom`` does not
 come here. Verbs are used inside ``@gluon.jit`` functions. What moved between the versions:
 
-| here | 3.6 | 3.7 | 3.8 | 3.9 |
-| --- | --- | --- | --- | --- |
-| ``tma_load``, ``tma_store`` | ``async_copy_global_to_shared``, ``..._shared_to_global`` | same | ``async_load``,
-  ``async_store`` | same |
-| ``cp_async`` | ``async_copy.async_copy_global_to_shared`` | same | ``async_copy.async_load`` | same |
-| ``thread_barrier`` | ``gl.thread_barrier`` | ``gl.barrier`` | same | same |
-| ``bulk_wait_writes`` | inline PTX | inline PTX | ``store_wait(read_only=False)`` | same |
-| ``aggregate`` | private | private | ``gluon.aggregate`` | same |
-| ``GluonASTSource`` | private | private | private | ``gluon.GluonASTSource`` |
+| here | what it was |
+| --- | --- |
+| ``tma_load``, ``tma_store`` | ``async_load``, ``async_store``; before 3.8 ``async_copy_global_to_shared``, ... |
+| ``cp_async`` | ``async_copy.async_load``; before 3.8 ``async_copy.async_copy_global_to_shared`` |
+| ``thread_barrier`` | ``gl.barrier``; before 3.7 ``gl.thread_barrier`` |
+| ``bulk_wait_writes`` | ``store_wait(read_only=False)``; before 3.8 there was none, so inline PTX |
+| ``aggregate`` | ``gluon.aggregate``; before 3.8 private |
+| ``GluonASTSource`` | ``gluon.GluonASTSource``; before 3.9 private |
 
 A partition here means the warps that run one function of ``warp_specialize``, or the whole CTA outside of it. Each
 verb made of inline PTX is executed by all threads of the partition, and is not pure: it is neither removed nor merged.

@@ -18,7 +18,7 @@ from moeloom.errors import ArgumentError, complain
 #: Rows of one expert that form one unit of GEMM tiles. A tail block holds fewer live rows.
 ROW_BLOCK = 128
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "torch")
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -44,11 +44,14 @@ class MoEConfig:
     """Options of the MoE layer. None of them changes the bits of a result, except ``backend``.
 
     Attributes:
-        backend: ``"auto"`` or ``"reference"``. ``"auto"`` says once which one it took and why.
+        backend: ``"reference"``, ``"torch"`` or ``"auto"``, which takes ``"torch"`` on CUDA devices, ``"reference"``
+            elsewhere, and says once which and why. The same on all ranks.
         minibatch_rows: rows of a minibatch, a multiple of 128. Default 4096.
         ring_rows: rows of the ring, a multiple of ``minibatch_rows`` and at least two of them. Default two.
         saved_rows: rows that keep their pre-activations (gate and up) for backward, a multiple of 128; 0 saves none.
-            Default: 1.25 times the mean rows of a rank, padding included.
+            Default: 1.25 times the mean rows of a rank, padding included. The torch backend saves all rows or none:
+            none if this is given and smaller than the number of routes of the EP group. It has all rows in memory
+            at the same time, so the two sizes above have no effect there.
         max_tokens_per_rank: refuse a call with more tokens than this on a rank. Default: no limit.
         timeout_s: seconds that a wait for another rank may last; 0 waits for ever. Default: 60 s on entry, where
             peers may still be loading, and 30 s in flight. A value given here holds for every wait.

@@ -46,6 +46,25 @@ class PeerLost(MoeloomError, RuntimeError):
         return type(self), (self.rank, self.phase, self.seconds, self.detail)
 
 
+class KernelTimeout(MoeloomError, RuntimeError):
+    """A wait inside a kernel lasted longer than its deadline. The output of that call is NaN.
+
+    Attributes:
+        detail: who waited for what.
+    """
+
+    def __init__(self, detail: str) -> None:
+        self.detail = detail
+        super().__init__(
+            f"a wait inside an earlier kernel lasted longer than its deadline: {detail}. The output of that call is "
+            "NaN. Raise timeout_s if the device was stopped on purpose (a debugger, a sleeping laptop)."
+        )
+
+    def __reduce__(self) -> tuple:
+        """Pickle by arguments, so that the error crosses process boundaries whole."""
+        return type(self), (self.detail,)
+
+
 class ToolchainError(MoeloomError, ImportError):
     """Triton, or a tool that comes with it, is missing or of a version that the kernels do not support."""
 

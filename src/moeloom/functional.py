@@ -77,8 +77,8 @@ def moe(
         PeerLost: a rank died or did not come in time.
 
     Determinism: ``out``, d_x, d_topk_weights and routed weight gradients have equal bits for equal inputs, for every
-    ``config`` (same backend) and every size of the EP group with the same global batch. Gradients of shared experts
-    are each rank's own sums.
+    ``config`` (same backend) and, by the reference backend, every size of the EP group with the same global batch.
+    Gradients of shared experts are each rank's own sums.
     """
     config = MoEConfig() if config is None else config
     ep = resolve_group(group)
@@ -100,6 +100,7 @@ def moe(
     weights += (None, None, None) if shared is None else (shared.gate_up_proj, shared.down_proj, shared.gate)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *weights))
     sizes = (hidden, down_proj.shape[2], gate_up_proj.shape[0], top_k, DTYPES[dtype], config.minibatch_rows)
+    sizes += (backends.number(backend),)
     entry = _entry_facts(ep, sizes, needs_grad=needs_grad, tokens=tokens)
     stated = agree(ep, entry, phase="forward entry", seconds=config.wait_seconds(entry=True))
     facts = CallFacts(
@@ -125,6 +126,7 @@ _SIZES = (
     "top_k",
     "the dtype of x (1 fp32, 2 bf16, 3 fp64)",
     "minibatch_rows",
+    "the backend (1 reference, 2 torch)",
 )
 
 

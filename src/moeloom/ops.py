@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moeloom.backends.call import Gradients, LayerCall, Saved, SharedWeights, Wanted
+from moeloom.backends.call import Gradients, LayerCall, SharedWeights, Wanted
 from moeloom.config import MoEConfig
-from moeloom.numerics import accumulate_dtype
 from moeloom.runtime.ep_group import EPGroup, agree
 
 
@@ -52,7 +51,7 @@ class MoEFunction(torch.autograd.Function):
             out, saved = facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=save)
         if saved is not None:
             ctx.save_for_backward(x, topk_weights, *weights, *saved.tensors())
-            ctx.facts, ctx.num_weights, ctx.plan = facts, len(weights), saved.plan
+            ctx.facts, ctx.num_weights, ctx.plan, ctx.saved_type = facts, len(weights), saved.plan, type(saved)
         return out
 
     @staticmethod
@@ -60,7 +59,7 @@ class MoEFunction(torch.autograd.Function):
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward; weights that carry ``main_grad`` get their gradient added there instead."""
         x, topk_weights, *rest = ctx.saved_tensors
-        weights, saved = rest[: ctx.num_weights], Saved.from_tensors(rest[ctx.num_weights :], ctx.plan)
+        weights, saved = rest[: ctx.num_weights], ctx.saved_type.from_tensors(rest[ctx.num_weights :], ctx.plan)
         facts: CallFacts = ctx.facts
         needs_x, needs_router, *needs = ctx.needs_input_grad[1:]
         wanted = Wanted(needs_x, needs_router, needs[0], needs[1], any(needs[2:]))
@@ -74,7 +73,7 @@ class MoEFunction(torch.autograd.Function):
             call = _layer_call(facts, x, topk_weights, weights)
             grads = facts.backend.backward(call, saved, d_out.to(facts.compute_dtype).contiguous(), wanted)
         d_weights = [
-            _deliver(parameter, gradient, saved) if need else None
+            _deliver(parameter, gradient, saved.rows_per_expert) if need else None
             for parameter, gradient, need in zip(facts.parameters, _weight_gradients(grads), needs, strict=True)
         ]
         d_x = grads.x.to(x.dtype) if needs_x else None
@@ -105,20 +104,18 @@ def _weight_gradients(grads: Gradients) -> tuple[Tensor | None, ...]:
     return grads.gate_up_proj, grads.down_proj, grads.shared_gate_up, grads.shared_down, grads.shared_gate
 
 
-def _deliver(parameter: Tensor, gradient: Tensor, saved: Saved) -> Tensor | None:
+def _deliver(parameter: Tensor, gradient: Tensor, rows_per_expert: Tensor) -> Tensor | None:
     """Return the gradient in the parameter's dtype, or add it to ``parameter.main_grad`` and return None.
 
-    The sum with ``main_grad`` is formed in the accumulation dtype and rounded once. Experts without rows are left
-    untouched there.
+    The sum with ``main_grad`` is formed in the wider of both dtypes, at least fp32, and rounded once. Experts without
+    rows are left untouched there.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return gradient.to(parameter.dtype)
     if parameter.dim() == 3:
-        live = saved.schedule.rows_per_expert.nonzero().squeeze(1)
-        sums = main_grad[live].to(gradient.dtype) + gradient[live]
-        main_grad[live] = sums.to(main_grad.dtype)
-    else:
-        main_grad.copy_(main_grad.to(accumulate_dtype(gradient.dtype)) + gradient)
+        # Adding -0 changes nothing, not even the sign of a zero. So the host need not know which experts have rows.
+        gradient.masked_fill_((rows_per_expert == 0)[:, None, None], -0.0)
+    main_grad.add_(gradient)
     parameter.grad_added_to_main_grad = True
     return None

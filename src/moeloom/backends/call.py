@@ -91,6 +91,11 @@ class Saved:
     shared_out: Tensor | None
     plan: object = None
 
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """int64 [experts of this rank], live rows."""
+        return self.schedule.rows_per_expert
+
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors as a flat list, the form in which autograd saves them."""
         rest = [self.row_weight, self.gate_up, self.shared_gate_up, self.shared_out]
@@ -116,7 +121,8 @@ class Wanted:
 
 @dataclass
 class Gradients:
-    """Gradients of one call; None where nobody asked. Weight gradients are in the accumulation dtype.
+    """Gradients of one call; None where nobody asked. Weight gradients are in the accumulation dtype; those of
+    routed experts may be in the operand dtype, rounded once, where a backend's GEMM gives them so.
 
     Attributes:
         x: [T, H] operand dtype.

@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from moeloom.cli.bench_app import bench
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Mixture-of-experts layers with the same bits every time, and a small language model trained on them.",
 )
+app.add_typer(bench, name="bench")
 
 
 def _run(module: str, function: str, **arguments: object) -> None:
@@ -126,3 +129,29 @@ def evaluate(
 def doctor() -> None:
     """Say what this machine has and which backend would run."""
     _run("doctor", "run")
+
+
+@app.command("compile")
+def compile_kernels(
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="A kernel of this package, or path/to/file.py:LIST; default: all of ours.")
+    ] = None,
+    arch: Annotated[str, typer.Option(help="Architectures, separated by commas.")] = "90a,100a,103a",
+    triton: Annotated[
+        str, typer.Option(help="Versions, separated by commas: installed, newest, 3.6.0, or a folder that holds one.")
+    ] = "installed",
+    json: Annotated[str | None, typer.Option(help="Write all results to this file, too.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Keep PTX, SASS and cubins in this folder.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes at a time; default: one for each core.")] = None,
+) -> None:
+    """Build GPU kernels without a GPU; check spills, tensor cores, and the order of stores and releases."""
+    _run(
+        "compile",
+        "run",
+        kernels=kernel or [],
+        architectures=arch,
+        triton=triton,
+        json_path=json,
+        keep=keep,
+        jobs=jobs,
+    )

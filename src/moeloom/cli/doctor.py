@@ -9,6 +9,7 @@ import sys
 import torch
 
 from moeloom import backends
+from moeloom.errors import ToolchainError
 from moeloom.functional import moe
 from moeloom.numerics import rows_matmul
 from moeloom.version import __version__
@@ -35,7 +36,8 @@ def run() -> int:
     _line("kernels", "none in this version; the reference runs on every device")
     held = _same_bits()
     _line("self-check", f"{'equal bits' if held else 'BITS DIFFER'} over batch sizes, places and threads on this CPU")
-    return 0 if held else 1
+    handed = _handshake()
+    return 0 if held and handed else 1
 
 
 def _line(name: str, value: object) -> None:
@@ -63,6 +65,34 @@ def _gpus() -> None:
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         missing = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         _line("peer access", "between all GPUs" if not missing else f"missing: {', '.join(missing)}")
+
+
+def _handshake() -> bool:
+    """Let the CTAs of each GPU hand memory to each other; False if data came late, wrong, or not at all."""
+    if not torch.cuda.is_available():
+        _line("handshake", "not run: no GPU that torch can use")
+        return True
+    try:
+        from moeloom.kernels.handshake import check
+    except ToolchainError as error:
+        _line("handshake", f"not run: {error}")
+        return True
+    good = True
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_capability(index) < (9, 0):
+            _line(f"handshake {index}", "not run: bulk copies need compute capability 9.0")
+            continue
+        try:
+            found = check(torch.device("cuda", index))
+        except Exception as error:  # whatever stops it is what the reader wants to know
+            _line(f"handshake {index}", f"FAILED: {type(error).__name__}: {error}")
+            good = False
+            continue
+        right = not (found.wrong or found.gave_up)
+        verdict = "all numbers right" if right else f"{found.wrong} WRONG, {found.gave_up} waits without end"
+        _line(f"handshake {index}", f"{found.elements} numbers between CTAs: {verdict}")
+        good = good and right
+    return good
 
 
 def _same_bits() -> bool:

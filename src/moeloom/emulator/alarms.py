@@ -84,6 +84,7 @@ class Finding:
         where: memory and byte offset.
         first, second: "what by whom at which line".
         why: what would have ordered them.
+        review: (component, epoch, operation) of a writer who may yet do, too late, what is missing.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Finding:
     second: str
     why: str
     key: tuple = field(default=(), compare=False, repr=False)
+    review: tuple | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"race ({self.kind}) on {self.where}: {self.why}\n    first  {self.first}\n    second {self.second}"

@@ -110,6 +110,10 @@ class Index:
         """Write one value to all granules."""
         a[self.index] = x
 
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        """Copy the values at the granules."""
+        to[self.index] = source[self.index]
+
     def first(self, at: int) -> int:
         """Number of the ``at``-th granule."""
         return int(self.index[at])
@@ -133,6 +137,10 @@ class Box:
     def set(self, a: np.ndarray, x: int) -> None:
         """Write one value to all granules."""
         self._view(a)[...] = x
+
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        """Copy the values at the granules."""
+        self._view(to)[...] = self._view(source)
 
     def first(self, at: int) -> int:
         """Number of the ``at``-th granule."""
@@ -181,6 +189,8 @@ class Shadow:
         """Forget all accesses."""
         n = -(-self.size // self.unit)
         self.writer, self.last_write = np.full(n, -1, np.int64), np.zeros(n, np.int64)
+        # The write before the last; kept in a diagnosing run.
+        self.writer_before, self.write_before = self.writer.copy(), self.last_write.copy()
         self.latest_write: dict[int, int] = {}
         self.reads: dict[int, _Reads] = {}
         self.atomics: dict[int, _Reads] = {}
@@ -190,7 +200,7 @@ class Shadow:
         times = self.unit // unit
         n = -(-self.size // unit)
         self.unit = unit
-        for name in ("writer", "last_write"):
+        for name in ("writer", "last_write", "writer_before", "write_before"):
             setattr(self, name, np.repeat(getattr(self, name), times)[:n].copy())
         for table in (*self.reads.values(), *self.atomics.values()):
             table.last = np.repeat(table.last, times)[:n].copy()
@@ -206,6 +216,10 @@ class Shadow:
         if kind != "atomic":
             self._check_table(where, "atomic", self.atomics, kind, who, known)
         if kind == "write":
+            if self.machine.diagnose:
+                where.copy(self.writer_before, self.writer)
+                where.copy(self.write_before, self.last_write)
+                self.machine.write_clocks[who.comp, who.epoch] = clock.copy()
             where.set(self.writer, who.comp)
             where.set(self.last_write, _packed(who.epoch, who.site))
             self.latest_write[who.comp] = who.epoch
@@ -266,6 +280,14 @@ class Shadow:
     def epoch_of_write(self, granule: int) -> int:
         """Epoch of the last write."""
         return int(self.last_write[granule]) >> _SITE_BITS
+
+    def knows_write_before(self, granule: int, clock: Clock) -> bool:
+        """Whether a clock knows the write before the last."""
+        comp = int(self.writer_before[granule])
+        if comp < 0:
+            return False
+        clock.fit(comp + 1)
+        return bool(clock.m[HAPPENED, comp] >= int(self.write_before[granule]) >> _SITE_BITS)
 
     def _unwritten(self, where: Index | Box, who: Access) -> None:
         at = int(np.argmax(where.get(self.writer) < 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import re
 
@@ -34,40 +35,67 @@ def finding(
     first = f"{what} by {names[comp]} at {sites[site]}"
     second = f"{kind} by {names[who.comp]} at {sites[who.site]}"
     where = f"{shadow.name} + {granule * shadow.unit} B"
-    reason, why = _reason(machine, shadow, granule, earlier, who, fence)
+    reason, why, review = _reason(machine, shadow, granule, earlier, kind, who, fence)
     key = (reason, shadow.name.split(".", 1)[-1], site, who.site)
-    return Finding(reason, where, first, second, why, key)
+    return Finding(reason, where, first, second, why, key, review)
 
 
-def _reason(machine: object, shadow: Shadow, granule: int, earlier: tuple, who: Access, fence: bool) -> tuple[str, str]:
+def reviewed(machine: object, found: Finding) -> Finding:
+    """Look at a finding again at the end of the run, when the writer has done what it does after the release."""
+    late = _later(machine, *found.review) if found.review is not None else None
+    if late is None:
+        return found
+    why = f"{found.review[2]} stands after the release, at {late}"
+    return dataclasses.replace(found, kind="publish-order", why=why)
+
+
+def _reason(
+    machine: object, shadow: Shadow, granule: int, earlier: tuple, kind: str, who: Access, fence: bool
+) -> tuple[str, str, tuple | None]:
     what, comp, epoch, _ = earlier
-    name = machine.component_names[comp]
     if fence:
-        late = _later(machine, comp, epoch, "proxy fence")
-        if late:
-            return "publish-order", f"the writer's proxy fence stands after the release, at {late}"
-        return "proxy-fence", "ordered, but no proxy fence stands between the generic and the asynchronous access"
-    if what == "read" and name.startswith("bulk store") and shadow.space == "shared":
-        return "bulk-buffer", "nothing waited for the bulk store to finish reading its buffer"
-    if what == "read" and _is_reuse(machine, shadow, granule, comp, epoch):
-        supposed = _supposed(machine, comp, epoch, who.clock)
-        if supposed in (None, "all", "bulk-wait"):
-            return "slot-reuse", "written again while an earlier reader may still read it"
-    elif what == "read":
+        return (
+            "proxy-fence",
+            "ordered, but no proxy fence stands between the generic and the asynchronous access",
+            (comp, epoch, "proxy fence"),
+        )
+    if what == "read" and machine.component_names[comp].startswith("bulk store") and shadow.space == "shared":
+        return _reuse(machine, shadow, comp)
+    if what == "write" and kind == "read" and _began_before(machine, who, comp, epoch):
+        return _reuse(machine, shadow, who.comp)
+    supposed = _supposed(machine, comp, epoch, who.clock)
+    if supposed in (None, "all", "bulk-wait") and what == "read":
+        if _is_reuse(machine, shadow, granule, comp, epoch):
+            return _reuse(machine, shadow, comp)
         # The schedule made the reader come first, but it was the writer who should have.
         supposed = _supposed(machine, who.comp, who.epoch, machine.read_clocks.get((comp, epoch)))
         comp, epoch = who.comp, who.epoch
-    else:
-        supposed = _supposed(machine, comp, epoch, who.clock)
     if supposed is None or supposed == "all":
-        return "unordered", _WHY["all" if supposed else "none"]
-    late = _later(machine, comp, epoch, _SUPPLY.get(supposed))
-    if late:
-        return "publish-order", f"{_SUPPLY[supposed]} stands after the release, at {late}"
+        if what == "write" and kind == "read" and machine.diagnose and shadow.knows_write_before(granule, who.clock):
+            return _reuse(machine, shadow, who.comp)
+        return "unordered", _WHY["all" if supposed else "none"], None
     early = _early_barrier(machine, comp, epoch) if supposed == "barrier" else None
     if early:
-        return "publish-order", f"the bulk wait stands after the barrier, which is at {early}"
-    return _KIND.get(supposed, supposed), _WHY[supposed]
+        return "publish-order", f"the bulk wait stands after the barrier, which is at {early}", None
+    review = (comp, epoch, _SUPPLY[supposed]) if supposed in _SUPPLY else None
+    return _KIND.get(supposed, supposed), _WHY[supposed], review
+
+
+def _reuse(machine: object, shadow: Shadow, reader: int) -> tuple[str, str, None]:
+    """Memory was written again before a reader was done."""
+    if shadow.space == "shared" and machine.component_names[reader].startswith("bulk store"):
+        return "bulk-buffer", "nothing waited for the bulk store to finish reading its buffer", None
+    return "slot-reuse", "written again while an earlier reader may still read it", None
+
+
+def _began_before(machine: object, reader: Access, writer: int, epoch: int) -> bool:
+    """Whether an asynchronous read that took effect after a write had been issued before it, as the writer knew."""
+    clock = machine.write_clocks.get((writer, epoch))
+    if not reader.is_async or clock is None:
+        return False
+    agent = machine.component_agents[reader.comp].comp
+    clock.fit(agent + 1)
+    return bool(clock.m[0, agent] > reader.clock.m[0, agent])
 
 
 def _supposed(machine: object, comp: int, epoch: int, clock: Clock | None) -> str | None:
@@ -106,7 +134,7 @@ def _later(machine: object, comp: int, epoch: int, op: str | None) -> str | None
             if released:
                 return None
             released = True
-        elif note.op == "store" and released:
+        elif note.op in ("store", "look") and released:
             return None
         elif note.op == op and released:
             return machine.sites[note.site]

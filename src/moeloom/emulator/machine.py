@@ -15,7 +15,7 @@ from moeloom.emulator.agents import CTA, Agent, Event, Launch, Waiting, complete
 from moeloom.emulator.alarms import Deadlock, Fault, Finding, Race
 from moeloom.emulator.arguments import bind, convert
 from moeloom.emulator.clocks import GLOBAL, SHARED, SUPPOSE, Access, Clock, Shadow
-from moeloom.emulator.diagnosis import finding, waiting_report
+from moeloom.emulator.diagnosis import finding, reviewed, waiting_report
 from moeloom.emulator.memory import Buffer, GlobalMemory
 from moeloom.emulator.rebuild import rebuild
 from moeloom.emulator.sites import Sites
@@ -86,6 +86,7 @@ class Emulator:
         self.scopes_used: dict[int, dict] = {}
         self.issued: dict[tuple[int, int], int] = {}
         self.read_clocks: dict[tuple[int, int], Clock] = {}
+        self.write_clocks: dict[tuple[int, int], Clock] = {}
         self.sites = Sites()
         self.launches: list[Launch] = []
         self._waiting_launches: list[Launch] = []
@@ -233,6 +234,7 @@ class Emulator:
         return self
 
     def _race_of_findings(self, then: str | None = None) -> Race:
+        self.findings = [reviewed(self, found) for found in self.findings]
         text = "\n".join(map(str, self.findings))
         if then:
             text += f"\nand then: {then}"
@@ -368,7 +370,7 @@ class Emulator:
             where = self.sites[unread[0].reader.site]
             text = f"{agent.name} ends, but nothing waited for the bulk store issued at {where} to finish reading"
             raise Fault(text, "exit")
-        if agent.copies:
+        if agent.copies or agent.groups:
             raise Fault(f"{agent.name} ends with cp.async copies in flight", "exit")
         for mma in agent.mmas:
             mma.event.fire()

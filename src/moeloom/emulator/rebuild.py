@@ -28,6 +28,7 @@ _LANGUAGE = {
     "mul": values.mul,
     "allocate_shared_memory": allocate_shared_memory,
     "arange": language.arange,
+    "associative_scan": language.associative_scan,
     "assume": language.check,
     "atomic_add": atomics.atomic_add,
     "atomic_and": atomics.atomic_and,

@@ -89,6 +89,16 @@ class EPGroup:
             if transfer.target is not None and transfer.target is not transfer.wire:
                 transfer.target.copy_(transfer.wire)
 
+    def device_transport(self, device: torch.device) -> dist.ProcessGroup | None:
+        """Return the process group if it moves tensors of ``device`` itself, by NCCL; None means through the CPU."""
+        if device.type != "cuda":
+            return None
+        try:
+            backend = self._group._get_backend(device)
+        except RuntimeError:
+            return None
+        return self._group if backend.name() == "nccl" else None
+
     def gather_words(self, words: list[int], *, phase: str, seconds: float) -> list[list[int]]:
         """Send the same integers to every rank and return those of all ranks in group order."""
         mine = torch.tensor(words, dtype=torch.int64)

@@ -17,6 +17,7 @@ from moeloom.emulator.values import Value, as_value, const
 
 SCOPES = ("cta", "gpu", "sys")
 _SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
+_LOADS = ("relaxed", "acquire")
 
 
 @dataclass
@@ -104,6 +105,8 @@ def fence(agent: Agent, scope: str) -> None:
     seen = agent.seen.get(scope)
     if seen is not None:
         agent.clock.join(seen)
+    if agent.machine.diagnose and "sys" in agent.seen:
+        agent.clock.join_rows(agent.seen["sys"], rows_of("scope", "all"))
     agent.note("release fence")
     agent.fenced[scope] = agent.released()
 
@@ -178,6 +181,8 @@ def rmw(operation: Callable) -> Callable[..., Value]:
         addresses = np.asarray(pointer.a).reshape(-1)[live]
         values = [np.broadcast_to(as_value(v, ty).to(ty).a, shape).reshape(-1)[live] for v in map(const, operands)]
         names = addresses.tolist()
+        # The compiler makes a load of "add 0": it continues no release sequence.
+        looks = operation is _wrapping_add and _is_zero(operands[0]) and sem in _LOADS
         while True:
             cells = _cells(agent, addresses, ty)
             old = [decode(cell, ty)[0] for _, cell in cells]
@@ -193,7 +198,10 @@ def rmw(operation: Callable) -> Callable[..., Value]:
             check_access(agent, buffer, address, size, scope)
             cell[0] = encode(np.asarray(value), ty)
         on_read(agent, names, sem, scope)
-        on_write(agent, names, sem, scope)
+        if looks:
+            agent.note("look")
+        else:
+            on_write(agent, names, sem, scope)
         if changed:
             for buffer, _cell in cells:
                 agent.machine.wake(buffer.waiters)
@@ -221,6 +229,11 @@ def _returned(operation: Callable, names: list[int], old: list, values: list[np.
         out.append(before)
         current[address] = operation(before, *(v[lane] for v in values))
     return out
+
+
+def _is_zero(operand: object) -> bool:
+    operand = const(operand)
+    return isinstance(operand, int) and operand == 0
 
 
 def _differs(new: object, old: object) -> bool:

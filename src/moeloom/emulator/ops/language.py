@@ -184,6 +184,25 @@ def gather(src: Value, index: Value, axis: object) -> Value:
     return Value(np.take_along_axis(src.a, index.a, const(axis)), src.ty)
 
 
+def associative_scan(input: object, axis: object, combine_fn: object, reverse: object = False) -> object:
+    """Running combinations along an axis, of one tensor or of several together, one element after the other."""
+    many = isinstance(input, (tuple, list))
+    inputs = list(input) if many else [input]
+    axis, backwards = int(const(axis)), bool(const(reverse))
+    parts = [np.moveaxis(np.asarray(x.a), axis, 0) for x in inputs]
+    outs = [part.copy() for part in parts]
+    order = range(len(parts[0]))
+    order = list(reversed(order)) if backwards else list(order)
+    for before, now in zip(order, order[1:], strict=False):
+        left = [Value(out[before], x.ty) for out, x in zip(outs, inputs, strict=True)]
+        right = [Value(part[now], x.ty) for part, x in zip(parts, inputs, strict=True)]
+        new = combine_fn(*left, *right)
+        for out, value_ in zip(outs, new if many else [new], strict=True):
+            out[now] = value_.a
+    found = tuple(Value(np.moveaxis(out, 0, axis), x.ty) for out, x in zip(outs, inputs, strict=True))
+    return found if many else found[0]
+
+
 def histogram(input: Value, num_bins: object, mask: object = None, layout: object = None) -> Value:
     """How often each number below ``num_bins`` occurs."""
     numbers = np.asarray(input.a).reshape(-1)

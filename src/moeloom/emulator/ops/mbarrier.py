@@ -32,6 +32,9 @@ class Barrier:
         self.bytes += more_bytes
         if self.pending < 0:
             raise Fault(f"more arrivals at mbarrier {self.name} than its count of {self.count}", "mbarrier")
+        if self.pending == 0 and self.bytes < 0:
+            text = f"mbarrier {self.name}: {-self.bytes} bytes more than phase {self.phases} expected have come"
+            raise Fault(text, "mbarrier")
         if self.pending == 0 and self.bytes == 0:
             if self.in_flight:
                 text = (

@@ -1,0 +1,1 @@
+"""Benchmarks: one way to measure every backend and every rival, and pictures drawn from the files it writes."""

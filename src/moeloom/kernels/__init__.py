@@ -1,0 +1,1 @@
+"""Device code, written in Gluon. Only :mod:`moeloom.kernels.sync` touches flags."""

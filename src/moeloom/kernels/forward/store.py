@@ -1,0 +1,114 @@
+"""The store warps: hidden rows and saved pre-activations by bulk stores, result rows into the slots of their ranks."""
+
+from __future__ import annotations
+
+from moeloom.compat import bulk_wait, gl, gluon, tma_store
+from moeloom.kernels.forward.order import IS_DOWN, IS_GATE_UP
+from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, STORE_ROLE, receive, report, unpack
+from moeloom.kernels.sync import await_, publish
+
+#: Rows that are pushed at a time, so that their data fits the registers of few warps.
+STRIP: gl.constexpr = gl.constexpr(64)
+
+
+@gluon.jit
+def _write_hidden(hidden_ring, outbox, out, ring_row, tile, off):
+    """Write the hidden columns of a gate/up tile."""
+    for part in gl.static_range(HALF // PART):
+        outbox.wait_full(out)
+        if off == 0:
+            tma_store(hidden_ring, [ring_row, tile * HALF + part * PART], outbox.buffers.index(out % outbox.count))
+        bulk_wait(0)
+        outbox.release(out)
+        out += 1
+    return out
+
+
+@gluon.jit
+def _write_saved(gate_up, outbox, out, block, tile, off):
+    """Write the pre-activations of a gate/up tile."""
+    for side in gl.static_range(2):
+        for part in gl.static_range(HALF // PART):
+            outbox.wait_full(out)
+            if off == 0:
+                buffer = outbox.buffers.index(out % outbox.count).reshape([ROWS, 1, PART])
+                tma_store(gate_up, [block * ROWS, side, tile * HALF + part * PART], buffer)
+            bulk_wait(0)
+            outbox.release(out)
+            out += 1
+    return out
+
+
+@gluon.jit
+def _push(
+    slot_pointers, row_rank, row_slot, outbox, out, block, tile, off, hidden, RANKS: gl.constexpr, PUSH: gl.constexpr
+):
+    """Push the rows of a down tile, each into its own slot (token, k) on the rank that it came from."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = block * ROWS + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+    column = gl.arange(0, PART, gl.SliceLayout(0, layout))
+    hidden = gl.multiple_of(hidden, 16)
+    for part in gl.static_range(COLUMNS // PART):
+        first = tile * COLUMNS + part * PART
+        outbox.wait_full(out)
+        for strip in gl.static_range(ROWS // STRIP):
+            value = outbox.buffers.index(out % outbox.count).slice(strip * STRIP, STRIP, 0).load(layout)
+            slot = gl.load(row_slot + row + strip * STRIP)
+            rank = gl.zeros([STRIP], gl.int32, gl.SliceLayout(1, layout))
+            if RANKS > 1:
+                rank = gl.maximum(gl.load(row_rank + row + strip * STRIP), 0)
+            base = gl.multiple_of(gl.load(slot_pointers + rank), 16).to(gl.pointer_type(gl.bfloat16))
+            base += gl.maximum(slot, 0).to(gl.int64) * hidden
+            live = (slot >= 0) & (first < hidden) & (off == 0)
+            if PUSH:
+                gl.store(base[:, None] + (first + column)[None, :], value, mask=live[:, None] & (column >= 0)[None, :])
+        outbox.release(out)
+        out += 1
+    return out
+
+
+@gluon.jit
+def store_warps(
+    hidden_ring,
+    gate_up,
+    slot_pointers,
+    row_rank,
+    row_slot,
+    outbox,
+    mail,
+    sizes,
+    counters,
+    RANKS: gl.constexpr,
+    SAVE: gl.constexpr,
+    PUSH: gl.constexpr,
+    SCOPE: gl.constexpr,
+):
+    """Write what the math warps made, and tell other CTAs. Without ``PUSH`` rows go nowhere, for measurements."""
+    turn = 0
+    out = 0
+    lost = 0
+    task = receive(mail, turn)
+    while task >= 0:
+        kind, block, tile, off = unpack(task)
+        if off == 0:
+            if kind == IS_GATE_UP:
+                if block >= sizes.ring:
+                    before = lost
+                    flag = counters.d_done + (block - sizes.ring)
+                    lost = await_(flag, sizes.down_tiles, counters.deadline_ns, lost, "gpu", True)
+                    report(counters, before, lost, STORE_ROLE, block)
+                out = _write_hidden(hidden_ring, outbox, out, (block % sizes.ring) * ROWS, tile, lost)
+                if SAVE:
+                    if block < sizes.saved:
+                        out = _write_saved(gate_up, outbox, out, block, tile, lost)
+                if lost == 0:
+                    publish(counters.h_ready + block, 1, "gpu", True)
+            elif kind == IS_DOWN:
+                out = _push(
+                    slot_pointers, row_rank, row_slot, outbox, out, block, tile, lost, sizes.hidden, RANKS, PUSH
+                )
+                if lost == 0:
+                    publish(counters.d_done + block, 1, "gpu", False)
+                    publish(counters.pushed, 1, SCOPE, False)
+        turn += 1
+        task = receive(mail, turn)
