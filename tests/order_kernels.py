@@ -135,6 +135,30 @@ def roles(data, flag, BARRIERS: gl.constexpr):
 
 
 @gluon.jit
+def _fill(data, buffer, full):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    buffer.store(gl.load(data + gl.arange(0, 1024, layout)))
+    mbarrier.arrive(full.index(0))
+
+
+@gluon.jit
+def _drain(out, buffer, full):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(full.index(0), 0)
+    gl.store(out + gl.arange(0, 1024, layout), buffer.load(layout))
+
+
+@gluon.jit
+def arrive(data, out):
+    """One partition fills shared memory for another."""
+    buffer = gl.allocate_shared_memory(gl.int32, [1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = alloc_mbarriers(1)
+    mbarrier.init(full.index(0), 1)
+    thread_barrier()
+    warp_specialize([(_fill, (data, buffer, full)), (_drain, (out, buffer, full))], [4], [64])
+
+
+@gluon.jit
 def product(a_desc, b_desc, out):
     """One product on tensor cores."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -187,6 +211,13 @@ BAD = [
     *_variants(bulk, _BULK, ("no wait", "read", "pending", "no fence", "late fence")),
     *_variants(fetch, _FETCH, ("no fence", "no barrier")),
     *_variants(roles, _PLAIN, ("-bb", "b-b", "bb-"), "BARRIERS"),
+]
+#: What docs/compile.md shows of them.
+WITNESSES = [
+    *_variants(plain, _PLAIN, ("none",)),
+    *_variants(bulk, _BULK, ("read",)),
+    *_variants(fetch, _FETCH, ("unused", "relaxed", "no fence")),
+    KernelSpec("arrive", arrive, {"data": "*i32:16", "out": "*i32:16"}, **_HOPPER),
 ]
 _MATRICES = {"a_desc": Descriptor("bf16", (64, 64)), "b_desc": Descriptor("bf16", (64, 64)), "out": "*fp32:16"}
 GATES = [

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from moeloom.bench import measure, records, timing
 from moeloom.bench.ceiling import Ceiling
-from moeloom.bench.errors_table import ErrorOptions, error_table
+from moeloom.bench.errors_table import ErrorOptions, error_table, summarise
 from moeloom.bench.floor import Work, floor
 from moeloom.bench.inputs import Point, build
 from moeloom.bench.layer import LayerBenchmark, LayerOptions
 from moeloom.bench.models import MODELS, ModelShape, find_model
-from moeloom.bench.oracle import build_oracle, compare, dense
+from moeloom.bench.oracle import Error, build_oracle, compare, dense
 from moeloom.bench.plots import draw_all
 from moeloom.bench.rivals import RIVALS, find_rivals
 from moeloom.bench.rivals.base import Contender, Rival, RivalOptions
@@ -232,7 +232,9 @@ def test_rivals_that_run_here_are_right(name, dtype):
     if rival.missing(place := types.SimpleNamespace(device=CPU, dtype=problem.x.dtype, ranks=1)):
         pytest.skip(rival.missing(place))
     right = build_oracle(problem)
-    errors = compare(rival.prepare(problem, RivalOptions()).results(backward=True), right.want)
+    contender = rival.prepare(problem, RivalOptions())
+    contender.backward(contender.forward())  # Gradients that are there already must not be added to.
+    errors = compare(contender.results(backward=True), right.want)
     assert errors.keys() == right.want.keys()
     assert all(error.relative_l2 <= right.limits[n] for n, error in errors.items()), (errors, right.limits)
 
@@ -363,11 +365,11 @@ def test_wrong_rivals_are_never_timed_and_the_others_go_on(quick):
 
 
 def test_missing_and_late_failures_are_records(quick):
-    found = run_matrix(options([Planted("missing"), Planted("late"), Planted()], passes=["fwd"]))
-    by_name = {r["backend"]: r for r in found}
-    assert by_name["planted-missing"]["error"] == "missing: its wheel is not here: pip install it"
-    assert "second call fails" in by_name["planted-late"]["error"]
-    assert len(found) == 3 and all(r.keys() == records.FIELDS.keys() for r in found)
+    found = run_matrix(options([Planted("missing"), Planted("late"), Planted()]))
+    errors = {r["backend"]: r["error"] for r in found}
+    assert errors["planted-missing"] == "missing: its wheel is not here: pip install it"
+    assert errors["planted-late"] == "failed: RuntimeError: second call fails" and errors["planted-right"] is None
+    assert len(found) == 6 and all(r.keys() == records.FIELDS.keys() for r in found)
 
 
 def test_rows_of_one_point_share_a_run_and_state_what_they_are(quick):
@@ -418,6 +420,8 @@ def test_time_is_that_of_the_timed_part_alone():
 
 
 def test_small_arithmetic():
+    draws = [{"out": Error(0.2, 3.0)}, {"out": Error(0.4, 5.0)}], [{"out": Error(0.1, 3.0)}, {"out": Error(0.4, 10.0)}]
+    assert summarise(*draws) == {"out": {"relative_l2": 0.3, "largest": 5.0, "ratio": 1.5, "largest_ratio": 1.0}}
     assert timing.slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
     assert timing.summary([3.0, 1.0, 2.0]) == {"ms_median": 2.0, "ms_min": 1.0, "ms_max": 3.0, "runs": 3}
     assert measure._quantile([1, 2, 3, 4], 0.5) == 2 and measure._quantile(list(range(100)), 0.99) == 98
@@ -429,7 +433,11 @@ def test_small_arithmetic():
 
 
 def two_ranks(rank: int, world: int) -> list[dict]:
-    chosen = options([Planted("slow"), RIVALS["reference"]], shared=[True], routings=["hot-rank"])
+    # With seconds to fill, ranks must agree on rounds, or one of them waits for the other's next call.
+    times = dict(seconds=0.3, point_warmup_s=0.1)
+    measured = timing.round_seconds
+    timing.round_seconds = lambda *arguments: measured(*arguments) * (0.02, 1.0)[rank]
+    chosen = options([Planted("slow"), RIVALS["reference"]], shared=[True], routings=["hot-rank"], **times)
     benchmark = LayerBenchmark(chosen, CPU, torch.distributed.group.WORLD)
     benchmark.prepare()
     return list(benchmark.run())
@@ -443,6 +451,95 @@ def test_two_ranks_take_the_slowest_rank_of_every_iteration():
     # Rank 1 sleeps 50 ms after each forward, behind all exchanges: rank 0 alone would know nothing of it.
     slow = [r for r in first if r["backend"] == "planted-slow"]
     assert all(r["ms_min"] >= 50 for r in slow)
+
+
+class FakeDeepEP:
+    """Its documented interface over gloo: a token goes once to every rank that owns one of its experts."""
+
+    def __init__(self, group, num_max_tokens_per_rank, hidden, num_topk):
+        self.group, self.rank, self.ranks = group, torch.distributed.get_rank(group), group.size()
+
+    def _all(self, tensor):
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+    def dispatch(self, x, topk_idx=None, topk_weights=None, handle=None, *, num_experts):
+        if handle is not None:
+            return self._all(x)[handle], None, None, handle, None
+        ids, local = self._all(topk_idx), num_experts // self.ranks
+        mine = torch.where(ids // local == self.rank, ids % local, -1)
+        rows = (mine >= 0).any(1).nonzero().squeeze(1)
+        weights = torch.where(mine[rows] >= 0, self._all(topk_weights)[rows], 0.0)
+        return self._all(x)[rows], mine[rows], weights, rows, None
+
+    def combine(self, x, handle, topk_weights=None):
+        def add(tensor):
+            tokens = int(self._all(handle.max()[None]).max()) // self.ranks + 1
+            total = torch.zeros(tokens * self.ranks, tensor.shape[1]).index_add(0, handle, tensor)
+            torch.distributed.all_reduce(total, group=self.group)
+            return total[self.rank * tokens : (self.rank + 1) * tokens]
+
+        return add(x), None if topk_weights is None else add(topk_weights), None
+
+
+def fake_hybridep() -> types.ModuleType:
+    """Megatron-Core's documented functions over gloo: rows arrive once for each local expert, in expert order."""
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, chosen, chance, group, local):
+            ctx.buffer = buffer = FakeDeepEP(group, 0, 0, 0)
+            first = buffer.rank * local
+            expert, ctx.token = buffer._all(chosen.long())[:, first : first + local].t().nonzero(as_tuple=True)
+            ctx.column, ctx.experts = first + expert, chosen.shape[1]
+            weights = buffer._all(chance)[ctx.token, ctx.column]
+            counts = torch.bincount(expert, minlength=local)
+            return buffer._all(x)[ctx.token], weights, None, counts, (buffer, ctx.token)
+
+        @staticmethod
+        def backward(ctx, d_x, d_weights, *_):
+            spread = torch.zeros(len(ctx.token), ctx.experts).scatter(1, ctx.column[:, None], d_weights[:, None])
+            d_x, d_chance, _ = ctx.buffer.combine(d_x, ctx.token, spread)
+            return d_x, None, d_chance, None, None
+
+    class Combine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, handle, *_):
+            ctx.handle = handle
+            return handle[0].combine(y, handle[1])[0]
+
+        @staticmethod
+        def backward(ctx, d_out):
+            buffer, token = ctx.handle
+            return buffer._all(d_out)[token], None, None, None
+
+    module = types.ModuleType("fused_a2a")
+    module.hybrid_ep_dispatch, module.hybrid_ep_combine = Dispatch.apply, Combine.apply
+    module.reset_hybrid_ep_buffer = lambda: None
+    return module
+
+
+def transports(rank: int, world: int) -> dict[str, dict[str, float]]:
+    names = "megatron", "megatron.core", "megatron.core.transformer", "megatron.core.transformer.moe"
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules[names[-1]].fused_a2a = fake_hybridep()
+    sys.modules["deep_ep"] = types.ModuleType("deep_ep")
+    sys.modules["deep_ep"].ElasticBuffer = FakeDeepEP
+    problem = build(tiny(shared=True), CPU, torch.distributed.group.WORLD)
+    right, found = build_oracle(problem), {}
+    for name in ("deepep", "hybridep"):
+        errors = compare(RIVALS[name].prepare(problem, RivalOptions()).results(backward=True), right.want)
+        found[name] = {n: e.relative_l2 / right.limits[n] for n, e in errors.items()}
+        assert errors.keys() == right.want.keys()
+    return found
+
+
+@pytest.mark.slow
+def test_transport_adapters_speak_the_documented_interfaces():
+    for found in values(run_ranks(transports, 2)):
+        assert all(share <= 1 for errors in found.values() for share in errors.values()), found
 
 
 # ---------------------------------------------------------------- errors
@@ -529,6 +626,12 @@ def test_wrong_input_is_told_what_is_right(words, message):
         bench("layer", "--warmup", "0", "--device", "cpu", *words)
 
 
+def test_the_recorded_command_has_no_folders(monkeypatch):
+    words = ["x", "bench", "layer", "--json", "/home/me/a.jsonl", "--routing", "replay:/home/me/b", "--model=glm-5.2"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert records.command() == "moeloom bench layer --json a.jsonl --routing replay:b --model=glm-5.2"
+
+
 def good_record(**changes) -> dict:
     values = {
         "date": "2026-12-01T00:00:00Z",
@@ -555,7 +658,7 @@ def good_record(**changes) -> dict:
         "ms_median": 10.0,
         "ms_min": 9.0,
         "ms_max": 12,
-        "useful_tflops": 500.0,
+        "useful_tflops": 512.0,
         "floor_ms": 8.0,
         "floor_terms": {"bytes": 10**9},
         "gemm_ceiling_tflops": 690.0,
@@ -584,15 +687,30 @@ def test_malformed_lines_are_named(tmp_path, line, message):
 
 def test_plots_keep_machines_apart_and_take_the_last_record(tmp_path):
     found = [good_record(useful_tflops=1.0), good_record(), good_record(device="GPU B"), good_record(ms_median=None)]
+    found.append(good_record(l2="warm", useful_tflops=600.0))  # Where there are cold ones, they are drawn.
     names = sorted(p.name for p in draw_all(found, tmp_path))
     assert names == sorted(
         f"{n}-gpu-{d}-bf16-ep1.{kind}" for n in ("bars", "roofline") for d in "ab" for kind in ("png", "svg")
     )
     drawn = (tmp_path / "bars-gpu-a-bf16-ep1.svg").read_text()
-    assert ">500<" in drawn and ">1<" not in drawn and "not a GPU speed" not in drawn
+    assert ">512<" in drawn and ">1<" not in drawn and "not a GPU speed" not in drawn
     with pytest.raises(DataError, match="hold a timing that succeeded"):
         draw_all([good_record(ms_median=None)], tmp_path)
     with pytest.raises(DataError, match="hold at least one record"):
         records.read([])
     with pytest.raises(DataError, match="be a readable text file"):
         records.read([tmp_path / "none.jsonl"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_is_measured(tmp_path):
+    path = tmp_path / "a.jsonl"
+    arguments = ["--model", "glm-5.2-scaled", "--tokens", "512", "--against", "torch,reference,cublas-dense"]
+    code, text = bench("layer", *arguments, "--seconds", "0.3", "--warmup", "0.5", "--l2", "both", "--json", path)
+    found = records.read([path])
+    assert code == 0 and len(found) == 2 * 2 * 3 and "not a GPU speed" not in text
+    for r in found:
+        assert r["error"] is None and r["ms_median"] > 0 and (r["sm_clock_mhz"] is None or r["sm_clock_mhz"] > 0)
+        if r["is_layer"]:
+            assert r["launches"] > 2 and r["peak_bytes"] > 0 and 0 < r["host_us"] <= r["host_us_p99"]
+            assert r["host_bound_tokens"] > 0 and r["host_samples"] >= 5

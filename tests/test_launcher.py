@@ -241,6 +241,33 @@ def test_tests_come_on_top_of_training(prepared):
     assert not [call for call in prepared.calls if prepared.TORCH in call]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_triton_that_torch_brings_is_kept(prepared, own, monkeypatch, capsys):
+    monkeypatch.setattr(prepared, "torch_pins_triton", lambda: own)
+    prepared.prepare("test", False)
+    last = [call for call in prepared.calls if call[0] == "install"][-1]
+    assert ("-r" in last) is not own and "--no-deps" in last
+    if own:
+        pins = (REPOSITORY / "requirements" / "test.txt").read_text().splitlines()
+        left_out = {p for p in pins if p.startswith(("#", "-r", "triton=="))}
+        assert {p for p in pins if p} - left_out <= set(last) and not left_out & set(last)
+    assert ("torch brings its own triton" in capsys.readouterr().err) is own
+
+
+@pytest.mark.parametrize(
+    ("requires", "own"),
+    [
+        ("filelock\nsympy>=1.13", False),
+        ('triton==3.7.1; platform_system == "Linux"', True),
+        ('triton>=3; extra == "more"', False),
+        ("tritonclient==1", False),
+    ],
+)
+def test_whether_torch_brings_a_triton_is_read_from_its_metadata(prepared, requires, own, monkeypatch):
+    monkeypatch.setattr(prepared.subprocess, "check_output", lambda *_, **__: requires.encode())
+    assert prepared.torch_pins_triton() is own
+
+
 @pytest.mark.parametrize("change", ["requirements", "pyproject", "driver", "torch", "python", "package", "interpreter"])
 def test_any_change_voids_the_stamp(prepared, change, monkeypatch):
     prepared.prepare("train", False)

@@ -17,6 +17,7 @@ MAX_FILE, MAX_FUNCTION = 800, 150
 #: Rooms from the ground up; a module may import its own room and those before it.
 ROOMS = (
     ("version", "errors"),
+    ("toolchain",),
     ("compat",),
     ("emulator",),
     ("config",),
@@ -25,6 +26,7 @@ ROOMS = (
     ("runtime",),
     ("backends.call",),
     ("backends.torch",),
+    ("backends.hopper",),
     ("backends.reference",),
     ("backends",),
     ("ops",),

@@ -21,34 +21,8 @@ Raises:
 
 from __future__ import annotations
 
-import re
-
 from moeloom.errors import ToolchainError
-
-#: First version that is supported, and first that is not.
-OLDEST, TOO_NEW = (3, 6), (3, 10)
-
-
-def parse_version(text: str) -> tuple[int, int, int]:
-    """Return the numbers of a version such as ``3.6.0`` or ``3.7.0+git1234``; a missing part counts as 0."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-
-
-def check_version(text: str) -> tuple[int, int, int]:
-    """Return the numbers of a Triton version.
-
-    Raises:
-        ToolchainError: the kernels do not support it.
-    """
-    version = parse_version(text)
-    if not OLDEST <= version[:2] < TOO_NEW:
-        raise ToolchainError(
-            f"triton must be >= {OLDEST[0]}.{OLDEST[1]} and < {TOO_NEW[0]}.{TOO_NEW[1]} for moeloom's kernels; got "
-            f"{text}. Install one of these, for example: pip install 'triton==3.6.0'. The reference needs no Triton."
-        )
-    return version
-
+from moeloom.toolchain import check_version
 
 try:
     import triton
@@ -61,6 +35,7 @@ except ImportError as error:
 #: Version of the Triton in use, for example ``(3, 6, 0)``.
 TRITON_VERSION = check_version(triton.__version__)
 
+from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.language.nvidia import ampere, hopper  # noqa: E402
@@ -207,17 +182,13 @@ def global_timer():
 
 
 @gluon.jit
-def partition_timer():
-    """Return the latest ``%globaltimer`` that a thread of the partition read, int64: one value for all its threads.
-
-    A branch on a value that differs between threads would tear a partition apart at its next barrier, so this one is
-    reduced over the threads; with several warps that costs barriers.
-    """
+def thread_timers():
+    """Return the ``%globaltimer`` of every thread of the partition, int64, one element a thread."""
     THREADS: gl.constexpr = 32 * gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     each = gl.full([THREADS], 0, gl.int64, layout)
     # The operand only makes the instruction run for each element, that is for each thread.
-    each = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer; add.u64 $0, $0, $1;",
         "=&l,l,~{memory}",
         [each],
@@ -225,14 +196,22 @@ def partition_timer():
         is_pure=False,
         pack=1,
     )
-    return gl.max(each, 0)
+
+
+@gluon.jit
+def partition_timer():
+    """Return the latest ``%globaltimer`` that a thread of the partition read, int64: one value for all its threads.
+
+    A branch on a value that differs between threads would tear a partition apart at its next barrier, so this one is
+    reduced over the threads; with several warps that costs barriers.
+    """
+    return gl.max(thread_timers(), 0)
 
 
 __all__ = [
-    "OLDEST",
-    "TOO_NEW",
     "TRITON_VERSION",
     "ConstexprFunction",
+    "GPUTarget",
     "GluonASTSource",
     "JITFunction",
     "TensorDescriptor",
@@ -241,7 +220,6 @@ __all__ = [
     "ampere",
     "bulk_wait",
     "bulk_wait_writes",
-    "check_version",
     "cp_async",
     "cp_async_arrive",
     "cp_async_commit",
@@ -256,9 +234,9 @@ __all__ = [
     "make_tensor_descriptor",
     "mbarrier",
     "nanosleep",
-    "parse_version",
     "partition_timer",
     "thread_barrier",
+    "thread_timers",
     "tma_load",
     "tma_store",
     "triton",

@@ -18,7 +18,7 @@ from moeloom.errors import ArgumentError, complain
 #: Rows of one expert that form one unit of GEMM tiles. A tail block holds fewer live rows.
 ROW_BLOCK = 128
 
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "hopper")
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -44,14 +44,17 @@ class MoEConfig:
     """Options of the MoE layer. None of them changes the bits of a result, except ``backend``.
 
     Attributes:
-        backend: ``"reference"``, ``"torch"`` or ``"auto"``, which takes ``"torch"`` on CUDA devices, ``"reference"``
+        backend: ``"reference"``, ``"torch"``, ``"hopper"`` or ``"auto"``, which takes ``"hopper"`` where it can run
+            (compute capability 9.0, bf16), ``"torch"`` on other CUDA devices and for other calls, ``"reference"``
             elsewhere, and says once which and why. The same on all ranks.
-        minibatch_rows: rows of a minibatch, a multiple of 128. Default 4096.
+        minibatch_rows: rows of a minibatch, a multiple of 128. Default 4096; by the hopper backend about as many as
+            fill the device with gate/up tiles once.
         ring_rows: rows of the ring, a multiple of ``minibatch_rows`` and at least two of them. Default two.
         saved_rows: rows that keep their pre-activations (gate and up) for backward, a multiple of 128; 0 saves none.
             Default: 1.25 times the mean rows of a rank, padding included. The torch backend saves all rows or none:
             none if this is given and smaller than the number of routes of the EP group. It has all rows in memory
             at the same time, so the two sizes above have no effect there.
+        num_sms: SMs that the hopper backend takes, to leave room for other kernels. Default: all.
         max_tokens_per_rank: refuse a call with more tokens than this on a rank. Default: no limit.
         timeout_s: seconds that a wait for another rank may last; 0 waits for ever. Default: 60 s on entry, where
             peers may still be loading, and 30 s in flight. A value given here holds for every wait.
@@ -64,9 +67,10 @@ class MoEConfig:
     """
 
     backend: str = "auto"
-    minibatch_rows: int = 4096
+    minibatch_rows: int | None = None
     ring_rows: int | None = None
     saved_rows: int | None = None
+    num_sms: int | None = None
     max_tokens_per_rank: int | None = None
     timeout_s: float | None = None
     entry_timeout_s: float | None = None
@@ -77,13 +81,16 @@ class MoEConfig:
             raise ArgumentError(
                 complain("backend", f"be one of {', '.join(BACKENDS)}", repr(self.backend), "Fix the name.")
             )
-        _check_rows("minibatch_rows", self.minibatch_rows, ROW_BLOCK, ROW_BLOCK)
+        if self.minibatch_rows is not None:
+            _check_rows("minibatch_rows", self.minibatch_rows, ROW_BLOCK, ROW_BLOCK)
         if self.ring_rows is not None:
-            _check_rows("ring_rows", self.ring_rows, self.minibatch_rows, 2 * self.minibatch_rows)
+            minibatch = self.resolved_minibatch_rows
+            _check_rows("ring_rows", self.ring_rows, minibatch, 2 * minibatch)
         if self.saved_rows is not None:
             _check_rows("saved_rows", self.saved_rows, ROW_BLOCK, 0)
-        if self.max_tokens_per_rank is not None:
-            _check_rows("max_tokens_per_rank", self.max_tokens_per_rank, 1, 1)
+        for name in ("num_sms", "max_tokens_per_rank"):
+            if getattr(self, name) is not None:
+                _check_rows(name, getattr(self, name), 1, 1)
         for name in ("timeout_s", "entry_timeout_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
@@ -92,9 +99,14 @@ class MoEConfig:
                 )
 
     @property
+    def resolved_minibatch_rows(self) -> int:
+        """Rows of a minibatch: as given, or 4096."""
+        return self.minibatch_rows if self.minibatch_rows is not None else 4096
+
+    @property
     def resolved_ring_rows(self) -> int:
         """Rows of the ring: as given, or two minibatches."""
-        return self.ring_rows if self.ring_rows is not None else 2 * self.minibatch_rows
+        return self.ring_rows if self.ring_rows is not None else 2 * self.resolved_minibatch_rows
 
     def resolved_saved_rows(self, num_routes: int, num_ranks: int, num_local_experts: int) -> int:
         """Rows that keep their pre-activations.

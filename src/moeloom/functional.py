@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeloom import backends
+from moeloom.backends.call import Request
 from moeloom.config import MoEConfig
 from moeloom.errors import MoeloomError
 from moeloom.ops import CallFacts, MoEFunction
@@ -91,7 +92,17 @@ def moe(
         check_options(swiglu_limit, tokens, config)
         if config.checked:
             check_values(topk_ids, topk_weights, gate_up_proj.shape[0] * ep.size)
-        backend = backends.choose(config.backend, x.device.type)
+        asked = Request(
+            device=x.device,
+            dtype=dtype,
+            hidden=hidden,
+            inner=down_proj.shape[2],
+            local_experts=gate_up_proj.shape[0],
+            top_k=top_k,
+            ranks=ep.size,
+            shared=shared is not None,
+        )
+        backend = backends.choose(config.backend, x.device.type, asked)
     except MoeloomError:
         _tell_peers_refused(ep, config)
         raise
@@ -99,7 +110,7 @@ def moe(
     weights = (gate_up_proj, down_proj)
     weights += (None, None, None) if shared is None else (shared.gate_up_proj, shared.down_proj, shared.gate)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *weights))
-    sizes = (hidden, down_proj.shape[2], gate_up_proj.shape[0], top_k, DTYPES[dtype], config.minibatch_rows)
+    sizes = (hidden, down_proj.shape[2], gate_up_proj.shape[0], top_k, DTYPES[dtype], config.minibatch_rows or 0)
     sizes += (backends.number(backend),)
     entry = _entry_facts(ep, sizes, needs_grad=needs_grad, tokens=tokens)
     stated = agree(ep, entry, phase="forward entry", seconds=config.wait_seconds(entry=True))
@@ -126,7 +137,7 @@ _SIZES = (
     "top_k",
     "the dtype of x (1 fp32, 2 bf16, 3 fp64)",
     "minibatch_rows",
-    "the backend (1 reference, 2 torch)",
+    "the backend (1 reference, 2 torch, 3 hopper)",
 )
 
 

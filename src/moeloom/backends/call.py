@@ -5,11 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from moeloom.config import MoEConfig
 from moeloom.runtime.ep_group import EPGroup
 from moeloom.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides whether a backend can run a call, before any work starts.
+
+    Attributes:
+        device: of all tensors. dtype: of the operands.
+        hidden, inner, local_experts, top_k: H, I, experts of this rank, routes of a token.
+        ranks: of the EP group.
+        shared: whether there are shared experts.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    local_experts: int
+    top_k: int
+    ranks: int
+    shared: bool
 
 
 @dataclass(frozen=True)

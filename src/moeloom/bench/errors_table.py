@@ -35,12 +35,14 @@ class ErrorOptions:
         rivals: whose results.
         seeds: number of draws.
         rival_options: options of rivals.
+        commit: what to record as commit; None: that of the source tree.
     """
 
     points: Sequence[Point]
     rivals: Sequence[Rival]
     seeds: int = 5
     rival_options: RivalOptions = field(default_factory=RivalOptions)
+    commit: str | None = None
 
 
 def error_table(
@@ -55,7 +57,7 @@ def error_table(
     ``largest`` (element error over the root mean square), and both relative to the base: ``ratio`` (mean) and
     ``largest_ratio`` (largest). ``rel_l2_error`` is the mean over tensors.
     """
-    machine = records.machine(device)
+    machine = records.machine(device, options.commit)
     group = resolve_group(process_group)
     for point in options.points:
         point.check(group.size)

@@ -23,6 +23,8 @@ from moeloom.runtime.ep_group import EPGroup, resolve_group
 
 #: Rounds of one point: enough for a median, however slow; no more than steady numbers need, however quick.
 LEAST_ROUNDS, MOST_ROUNDS = 5, 500
+#: Samples of host time, likewise, and the share of a point's seconds that they may take.
+LEAST_SAMPLES, MOST_SAMPLES, SAMPLING_SHARE = 5, 100, 0.1
 #: Length of the text of a failure in a record.
 REASON_LENGTH = 300
 
@@ -43,6 +45,7 @@ class LayerOptions:
         seed: of all random numbers.
         rival_options: options of rivals.
         count_launches: trace one call of each contender.
+        commit: what to record as commit; None: that of the source tree.
     """
 
     shapes: Sequence[ModelShape]
@@ -60,6 +63,7 @@ class LayerOptions:
     seed: int = 0
     rival_options: RivalOptions = field(default_factory=RivalOptions)
     count_launches: bool = True
+    commit: str | None = None
 
     def points(self) -> list[Point]:
         """All points, in the order in which they are measured."""
@@ -105,7 +109,7 @@ class LayerBenchmark:
         """Reject points that cannot be, warm up, and measure the two rates of the machine."""
         for point in self.options.points():
             point.check(self._group.size)
-        self._machine = records.machine(self.device)
+        self._machine = records.machine(self.device, self.options.commit)
         self._report("warming up")
         warm(self.device, self._dtype, self.options.warmup_s)
         self._report("measuring dense products and copies")
@@ -175,7 +179,10 @@ class LayerBenchmark:
             if reason := self._first_reason(reason):
                 running.remove(one)
                 del steps[one.rival.name]
-                yield self._failure(problem, one.rival, pass_, run, f"failed: {reason}")
+                self._free()
+                passes = self.options.passes
+                for lost in passes[passes.index(pass_) :]:
+                    yield self._failure(problem, one.rival, lost, run, f"failed: {reason}")
         if not running:
             return
         for l2 in self.options.l2:
@@ -194,17 +201,25 @@ class LayerBenchmark:
 
     def _times(self, steps: list[timing.Step], *, cold: bool) -> dict[str, list[float]]:
         """Warm up, agree on a number of rounds, time them, and take the slowest rank of every iteration."""
-        once = timing.round_seconds(steps, self.device, self.options.point_warmup_s)
-        once = max(seconds for [seconds] in self._gather([once]))
-        rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, round(self.options.seconds / once)))
+        rounds = self._rounds(steps, 1, self.options.point_warmup_s, (1, MOST_ROUNDS))
+        rounds = self._rounds(steps, rounds, self.options.seconds, (LEAST_ROUNDS, MOST_ROUNDS))
         mine = timing.interleave(steps, rounds, self.device, cold=cold)
         by_rank = {name: self._gather(times) for name, times in mine.items()}
         return {name: timing.slowest(lists) for name, lists in by_rank.items()}
 
+    def _rounds(self, steps: list[timing.Step], trial: int, seconds: float, between: tuple[int, int]) -> int:
+        """Run some untimed rounds; return how many would take ``seconds``. All ranks get the same number."""
+        mine = timing.round_seconds(steps, self.device, trial)
+        slowest = max(once for [once] in self._gather([mine]))
+        return min(between[1], max(between[0], round(seconds / slowest)))
+
     def _costs(self, one: _Running, step: timing.Step) -> dict[str, object]:
-        """Measure host time, memory and launches of one contender."""
+        """Measure host time, memory and launches of one contender that is a layer."""
+        if not one.contender.is_layer:
+            return {}
         peak = measure.peak_bytes(step, self.device, one.contender.gradient_bytes)
-        host = measure.host_time(step, self.device, 0.1 * self.options.seconds)
+        samples = self._rounds([step], 1, SAMPLING_SHARE * self.options.seconds, (LEAST_SAMPLES, MOST_SAMPLES))
+        host = measure.host_time(step, self.device, samples)
         launched = measure.launches(step, self.device) if self.options.count_launches else None
         found: dict[str, object] = {"peak_bytes": peak, "launches": launched}
         if host is not None:
@@ -270,18 +285,17 @@ class LayerBenchmark:
         """Return the record of a timed contender; over ranks, the floor of the busiest one."""
         fields = timing.summary(times)
         ms, point = fields["ms_median"], problem.point
-        limit = self.floor_of(problem, pass_)
-        routes = int((problem.ids >= 0).sum())
-        ranks = self._gather([limit.ms, float(routes)])
-        floor_ms = max(r[0] for r in ranks)
+        mine = self.floor_of(problem, pass_)
+        ranks = self._gather([mine.ms, int((problem.ids >= 0).sum()), mine.terms()])
+        floor_ms, _, terms = max(ranks, key=lambda facts: facts[0])
         # Per rank: all ranks share the work of all tokens.
-        mean_routes = round(sum(r[1] for r in ranks) / len(ranks))
+        mean_routes = round(sum(facts[1] for facts in ranks) / len(ranks))
         useful = point.shape.useful_flops(point.tokens, mean_routes, pass_, point.shared)
         shown = {name: error for name, error in one.errors.items() if pass_ != "fwd" or name == "out"}
         worst = max((timing.significant(error.relative_l2) for error in shown.values()), default=None)
         bound = None
         if "host_us" in costs:
-            bound = measure.host_bound_tokens(costs["host_us"], ms, point.tokens, limit.weights_ms)
+            bound = measure.host_bound_tokens(costs["host_us"], ms, point.tokens, terms["weights_ms"])
         return records.complete(
             self._base(problem, one.rival, pass_, run)
             | fields
@@ -289,7 +303,7 @@ class LayerBenchmark:
             | {
                 "useful_tflops": timing.significant(useful / ms / 1e9),
                 "floor_ms": timing.significant(floor_ms),
-                "floor_terms": {name: timing.significant(value) for name, value in limit.terms().items()},
+                "floor_terms": {name: timing.significant(value) for name, value in terms.items()},
                 "floor_share": timing.significant(floor_ms / ms, 4),
                 "rel_l2_error": worst,
                 "errors": {name: error.rounded() for name, error in shown.items()} or None,
@@ -301,11 +315,11 @@ class LayerBenchmark:
             }
         )
 
-    def _gather(self, numbers: list[float]) -> list[list[float]]:
-        """Return the numbers of all ranks."""
+    def _gather(self, facts: list) -> list[list]:
+        """Return what every rank states, in rank order."""
         if self._group.size == 1:
-            return [numbers]
-        return self._group.gather_json(numbers, seconds=PATIENCE_SECONDS, phase="benchmark")
+            return [facts]
+        return self._group.gather_json(facts, seconds=PATIENCE_SECONDS, phase="benchmark")
 
     def _first_reason(self, reason: str) -> str:
         """Return the first rank's reason to stop, or nothing: all ranks must go on with the same contenders."""

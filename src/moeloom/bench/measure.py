@@ -11,9 +11,6 @@ import torch
 
 from moeloom.bench.timing import Step, clock_for
 
-#: Samples of host time: at most this many, and at least LEAST_SAMPLES however long they take.
-MOST_SAMPLES, LEAST_SAMPLES = 100, 10
-
 
 @dataclass(frozen=True)
 class HostTime:
@@ -27,24 +24,23 @@ class HostTime:
     samples: int
 
 
-def host_time(step: Step, device: torch.device, seconds: float) -> HostTime | None:
-    """Sample the host time of a step for about ``seconds``; None on a CPU, which is host and device in one."""
+def host_time(step: Step, device: torch.device, samples: int) -> HostTime | None:
+    """Sample the host time of a step; None on a CPU, which is host and device in one."""
     if device.type != "cuda":
         return None
     clock = clock_for(device)
-    samples: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(samples) < LEAST_SAMPLES or (len(samples) < MOST_SAMPLES and time.perf_counter() < deadline):
+    taken: list[float] = []
+    for _ in range(samples):
         given = step.before()
         clock.wait()
         started = time.perf_counter()
         result = step.timed(given)
-        samples.append((time.perf_counter() - started) * 1e6)
+        taken.append((time.perf_counter() - started) * 1e6)
         del given, result
         step.after()
     clock.wait()
-    samples.sort()
-    return HostTime(round(_quantile(samples, 0.5), 2), round(_quantile(samples, 0.99), 2), len(samples))
+    taken.sort()
+    return HostTime(round(_quantile(taken, 0.5), 2), round(_quantile(taken, 0.99), 2), samples)
 
 
 def _quantile(ordered: list[float], share: float) -> float:
@@ -63,7 +59,10 @@ def host_bound_tokens(host_us: float, ms: float, tokens: int, weights_ms: float)
 
 
 def launches(step: Step, device: torch.device) -> int | None:
-    """Count what one call puts on the device: kernels, copies and fills; None on a CPU, or where tracing fails."""
+    """Count what one call puts on the device: kernels, copies and fills; None on a CPU, or where tracing fails.
+
+    Call it after the step has run once, so that what fails is the tracing.
+    """
     if device.type != "cuda":
         return None
     from torch.autograd import DeviceType
@@ -71,12 +70,17 @@ def launches(step: Step, device: torch.device) -> int | None:
 
     given = step.before()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        result = step.timed(given)
-        torch.cuda.synchronize(device)
-    del given, result
-    step.after()
-    on_device = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            result = step.timed(given)
+            torch.cuda.synchronize(device)
+        del result
+        on_device = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
+    except Exception:  # A profiler that is in use, or not allowed here, says so in many ways.
+        return None
+    finally:
+        given = None
+        step.after()
     return sum(not getattr(e, "is_user_annotation", False) for e in on_device) or None
 
 

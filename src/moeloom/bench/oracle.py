@@ -113,7 +113,7 @@ def dense(problem: Problem, dtype: torch.dtype, *, backward: bool) -> dict[str, 
         if not token.numel():
             continue
         leaves = [x[token], problem.gate_up[local], problem.down[local], weights[token, k].to(wide)]
-        leaves = [t.to(dtype if i < 3 else wide).requires_grad_(backward) for i, t in enumerate(leaves)]
+        leaves = [t.detach().to(dtype if i < 3 else wide).requires_grad_(backward) for i, t in enumerate(leaves)]
         y = leaves[3][:, None] * swiglu(*leaves[:3], limit).to(wide)
         out.index_add_(0, token, y.detach())
         if backward:
@@ -151,7 +151,7 @@ def _add_shared(found: dict[str, Tensor], problem: Problem, dtype, wide, backwar
     shared = problem.shared
     names = {"gate_up": shared.gate_up_proj, "down": shared.down_proj, "gate": shared.gate}
     leaves = {"x": problem.x} | {name: t for name, t in names.items() if t is not None}
-    leaves = {name: t.to(dtype).requires_grad_(backward) for name, t in leaves.items()}
+    leaves = {name: t.detach().to(dtype).requires_grad_(backward) for name, t in leaves.items()}
     y = swiglu(leaves["x"], leaves["gate_up"], leaves["down"], problem.point.shape.swiglu_limit)
     if "gate" in leaves:
         y = y * torch.sigmoid(leaves["x"] @ leaves["gate"])[:, None]

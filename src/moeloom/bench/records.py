@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -84,13 +85,18 @@ def new_run() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def machine(device: torch.device) -> dict[str, object]:
-    """Return the fields that are the same for all records of a process."""
+def machine(device: torch.device, commit_given: str | None = None) -> dict[str, object]:
+    """Return the fields that are the same for all records of a process.
+
+    Args:
+        device: where the benchmark runs.
+        commit_given: what to record as commit where the source tree is a copy without history.
+    """
     triton = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         triton = importlib.metadata.version("triton")
     return {
-        "commit": commit(),
+        "commit": commit_given or commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": device_name(device),
         "torch": torch.__version__,
@@ -110,8 +116,8 @@ def device_name(device: torch.device) -> str:
 
 def command() -> str:
     """Return the command line without folders: records say what was run, not where."""
-    words = [Path(word).name if os.sep in word and not word.startswith("-") else word for word in sys.argv[1:]]
-    return shlex.join(["moeloom", *words])
+    # What stands before the last slash, after "=" or ":" where there is one.
+    return shlex.join(["moeloom", *(re.sub(r"[^=:,]*/", "", word) for word in sys.argv[1:])])
 
 
 def commit() -> str | None:

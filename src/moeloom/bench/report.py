@@ -37,6 +37,16 @@ def print_layer(records: Sequence[dict], out: Console) -> None:
         out.print("CPU, scaled: not a GPU speed")
 
 
+def one_line(record: dict) -> str:
+    """Return a record as one line of a log."""
+    place = f"{_model(record)} T={record['tokens']} {record['routing']} {record['pass']} {record['backend']}"
+    if record["error"] is not None:
+        return f"{place}: {record['error']}"
+    if record["ms_median"] is None:
+        return f"{place}: relative L2 {record['rel_l2_error']:.3e}"
+    return f"{place} {record['l2']}: {record['ms_median']:.3f} ms, {record['useful_tflops']:.4g} TFLOP/s"
+
+
 def _table(left: Sequence[str], right: Sequence[str]) -> Table:
     """Return an empty table with plain columns, texts to the left and numbers to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -133,16 +133,15 @@ def interleave(steps: Sequence[Step], rounds: int, device: torch.device, *, cold
     return {step.name: [clock.ms(*found[step.name]) for found in marks] for step in steps}
 
 
-def round_seconds(steps: Sequence[Step], device: torch.device, at_least: float) -> float:
-    """Run untimed rounds for ``at_least`` seconds (and once) to warm up; return the seconds of one."""
+def round_seconds(steps: Sequence[Step], device: torch.device, rounds: int) -> float:
+    """Run untimed rounds to warm up; return the seconds of one."""
     clock = clock_for(device)
     clock.wait()
-    started, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() - started < at_least:
-        one_round(steps, count, clock, None)
-        clock.wait()
-        count += 1
-    return (time.perf_counter() - started) / count
+    started = time.perf_counter()
+    for turn in range(rounds):
+        one_round(steps, turn, clock, None)
+    clock.wait()
+    return (time.perf_counter() - started) / rounds
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:

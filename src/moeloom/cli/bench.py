@@ -12,7 +12,7 @@ import torch
 from moeloom.bench import records
 from moeloom.bench.inputs import DTYPES, Point
 from moeloom.bench.models import MODELS, PASSES, ModelShape, find_model
-from moeloom.bench.report import console, print_compact, print_errors, print_layer
+from moeloom.bench.report import console, one_line, print_compact, print_errors, print_layer
 from moeloom.bench.rivals import find_rivals
 from moeloom.bench.rivals.base import RivalOptions
 from moeloom.bench.routing import check_name
@@ -42,6 +42,8 @@ def run_layer(
     sonicmoe_tiles: str,
     json_out: str | None,
     device: str,
+    commit: str | None,
+    launches: bool,
 ) -> int:
     """Measure a matrix; exit code 0, or 130 when interrupted (what was measured is kept)."""
     from moeloom.bench.layer import LayerBenchmark, LayerOptions
@@ -71,6 +73,8 @@ def run_layer(
             point_warmup_s=warmup / 5,
             seed=seed,
             rival_options=rival_options,
+            commit=commit,
+            count_launches=launches,
         )
         total = len(options.points()) * len(passes) * len(rivals) * len(modes)
 
@@ -95,6 +99,7 @@ def run_errors(
     sonicmoe_tiles: str,
     json_out: str | None,
     device: str,
+    commit: str | None,
 ) -> int:
     """Compare with fp64 over several seeds; exit code 0, or 130 when interrupted (what was compared is kept)."""
     from moeloom.bench.errors_table import ErrorOptions, error_table
@@ -112,7 +117,7 @@ def run_errors(
             for name in _routings(routing)
             for flag in flags
         ]
-        options = ErrorOptions(points, rivals, seeds, rival_options)
+        options = ErrorOptions(points, rivals, seeds, rival_options, commit)
         return _collect(
             lambda report: error_table(options, target, group, report),
             len(points) * (len(rivals) + 1),
@@ -158,6 +163,9 @@ def _collect(
                 write(record)
                 found.append(record)
                 bar.advance(task)
+                if not quiet and not out.is_terminal:
+                    # In a log, which may end early, every record is a line.
+                    out.print(one_line(record), markup=False)
         except KeyboardInterrupt:
             code = 130
     if not quiet:

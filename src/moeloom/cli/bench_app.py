@@ -18,6 +18,7 @@ _AGAINST = (
 )
 _SLICE = "Measure 1/N of the model's experts, as one of N ranks holds them; default 8 / ranks."
 _TILES = "Tiles of SonicMoE: default pins one configuration, all lets its tuner try what it offers (minutes)."
+_COMMIT = "Commit to record, for a copy of the source tree without its history."
 _JSON = "File to which records are appended, one JSON object a line."
 
 
@@ -48,6 +49,8 @@ def layer(
     sonicmoe_tiles: Annotated[str, typer.Option(help=_TILES)] = "default",
     json: Annotated[str | None, typer.Option("--json", help=_JSON)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    commit: Annotated[str | None, typer.Option(help=_COMMIT)] = None,
+    launches: Annotated[bool, typer.Option(help="Count launches by tracing one call of each contender.")] = True,
 ) -> None:
     """Time a layer from ids to its output and gradients, all contenders in turns, each checked against fp64 first."""
     _run(
@@ -67,6 +70,8 @@ def layer(
         sonicmoe_tiles=sonicmoe_tiles,
         json_out=json,
         device=device,
+        commit=commit,
+        launches=launches,
     )
 
 
@@ -83,6 +88,7 @@ def errors(
     sonicmoe_tiles: Annotated[str, typer.Option(help=_TILES)] = "default",
     json: Annotated[str | None, typer.Option("--json", help=_JSON)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    commit: Annotated[str | None, typer.Option(help=_COMMIT)] = None,
 ) -> None:
     """Compare every output and gradient with fp64, over several seeds."""
     _run(
@@ -98,6 +104,7 @@ def errors(
         sonicmoe_tiles=sonicmoe_tiles,
         json_out=json,
         device=device,
+        commit=commit,
     )
 
 

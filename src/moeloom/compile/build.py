@@ -65,9 +65,7 @@ def compile_spec(spec: KernelSpec, kernel: object, architecture: str) -> tuple[o
     Raises:
         ValueError: signature and constexprs do not name the kernel's parameters.
     """
-    from triton.backends.compiler import GPUTarget
-
-    from moeloom.compat import GluonASTSource, triton
+    from moeloom.compat import GluonASTSource, GPUTarget, triton
 
     names = list(kernel.arg_names)
     given = {*spec.signature, *spec.constexprs}

@@ -21,6 +21,8 @@ Width = int | None
 
 _SIZES = {"b8": 1, "u8": 1, "b16": 2, "b32": 4, "u32": 4, "b64": 8, "u64": 8}
 _COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_COMPUTE = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor}
+_COMPUTE |= {"shl": lambda a, n: a << n if 0 <= n < 64 else 0, "shr": lambda a, n: a >> n if n >= 0 else 0}
 
 
 @dataclass(frozen=True)
@@ -67,27 +69,50 @@ def _switch(function: Function) -> _Switch | None:
     return None
 
 
-def _branch(rest: list[Instruction], register: str, value: int) -> int | None:
-    """Which successor a block goes to because of a warp's byte; None if it does not branch on it."""
-    true: dict[str, bool] = {}
-    for i in rest:
-        test = re.fullmatch(r"(%\w+), (%\w+), (\d+)", i.operands)
-        if i.parts[0] == "setp" and i.parts[1] in _COMPARE and test and test.group(2) == register:
-            true[test.group(1)] = _COMPARE[i.parts[1]](value, int(test.group(3)))
+def _wrap(value: int, kind: str) -> int:
+    """Reduce a number to what a register of a type such as ``u16``, ``s32`` or ``b64`` holds."""
+    bits = int(kind[1:])
+    value %= 1 << bits
+    return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
+
+
+def _run(code: list[Instruction], known: dict[str, int]) -> None:
+    """Carry known values of registers, and of predicates as 0 and 1, through instructions of plain arithmetic."""
+    for i in code:
+        target, *sources = (word.strip() for word in i.operands.split(","))
+        words = [int(word) if re.fullmatch(r"-?\d+", word) else known.get(word) for word in sources]
+        known.pop(target, None)
+        kind = i.parts[-1]
+        if i.guard or not words or None in words or not re.fullmatch(r"[bsu](8|16|32|64)", kind):
+            continue
+        words = [_wrap(word, kind) for word in words]
+        if i.parts[0] == "setp" and i.parts[1] in _COMPARE and len(words) == 2:
+            known[target] = int(_COMPARE[i.parts[1]](*words))
+        elif i.parts[0] in ("mov", "cvt") and len(words) == 1:
+            known[target] = words[0]
+        elif i.parts[0] in _COMPUTE and len(words) == 2:
+            known[target] = _wrap(_COMPUTE[i.parts[0]](*words), kind)
+
+
+def _branch(rest: list[Instruction], known: dict[str, int]) -> int | None:
+    """Which successor a block goes to; None if that does not follow from what is known."""
     last = rest[-1] if rest else None
-    if last is not None and last.parts[0] == "brx":
-        return value if last.operands.split(",")[0].strip() == register else None
-    if last is None or last.parts[0] != "bra" or last.guard.lstrip("!") not in true:
+    if last is None or last.parts[0] not in ("bra", "brx"):
         return None
-    return int(true[last.guard.lstrip("!")] == last.guard.startswith("!"))
+    _run(rest[:-1], known)
+    if last.parts[0] == "brx":
+        return known.get(last.operands.split(",")[0].strip())
+    taken = known.get(last.guard.lstrip("!")) if last.guard else None
+    return None if taken is None else int(bool(taken) == last.guard.startswith("!"))
 
 
 def _target(function: Function, switch: _Switch, state: int) -> tuple[int | None, set[int]]:
     """The block that a warp with the byte ``state`` comes to, and the blocks that branch on it on the way."""
     n, rest, passed = switch.block, function.blocks[switch.block].instructions[switch.after :], set()
+    known = {switch.register: state}
     while n not in passed:
         followers = function.blocks[n].successors
-        which = _branch(rest, switch.register, state)
+        which = _branch(rest, known)
         if which is None and not passed and len(followers) == 1:
             which = 0  # the block that reads the byte ends at a label
         if which is None or which >= len(followers):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeloom.errors import ArgumentError, ToolchainError, complain
+from moeloom.toolchain import check_version, parse_version
 
 #: The newest version that the kernels support and that has a wheel for this Python.
 NEWEST = "3.9.0" if sys.version_info >= (3, 11) else "3.8.0"
@@ -63,7 +63,7 @@ def home() -> Path:
 def fetched() -> list[Toolchain]:
     """Return the versions that lie in :func:`home`, the newest first."""
     found = [Toolchain(folder.name, folder) for folder in home().glob("*") if _version_in(folder) == folder.name]
-    return sorted(found, key=lambda t: [int(n) for n in re.findall(r"\d+", t.version)], reverse=True)
+    return sorted(found, key=lambda t: parse_version(t.version), reverse=True)
 
 
 def _version_in(folder: Path) -> str | None:
@@ -81,7 +81,7 @@ def resolve(name: str, say: Callable[[str], None], *, fetch: bool = True) -> Too
 
     Raises:
         ArgumentError: the folder holds no Triton.
-        ToolchainError: it is not here and cannot be fetched.
+        ToolchainError: it is not here and cannot be fetched, or the kernels do not support it.
     """
     here = installed()
     if name == "installed":
@@ -99,6 +99,7 @@ def resolve(name: str, say: Callable[[str], None], *, fetch: bool = True) -> Too
             raise ArgumentError(complain("--triton", rule, repr(name), "Fix the path."))
         return Toolchain(version, folder.resolve())
     version = NEWEST if name == "newest" else name
+    check_version(version)
     if here is not None and here.version == version:
         return here
     return Toolchain(version, ensure(version, say, fetch=fetch))

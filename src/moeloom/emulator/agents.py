@@ -58,7 +58,8 @@ class CTA:
 
     def __init__(self, launch: Launch, rank: int, pid: int, grid: int) -> None:
         self.launch, self.rank, self.pid, self.grid = launch, rank, pid, grid
-        self.live, self.loads = 0, []
+        self.live = 0
+        self.loads: dict[int, Access] = {}  # the latest bulk load of each clock component
         self.name = f"r{rank}.cta{pid}"
 
 

@@ -49,6 +49,22 @@ def reviewed(machine: object, found: Finding) -> Finding:
     return dataclasses.replace(found, kind="publish-order", why=why)
 
 
+def telling_first(findings: list[Finding]) -> list[Finding]:
+    """Put first what tells most.
+
+    Who writes a slot again too early races with its readers and with its earlier writers. Two writers alone say little:
+    a finding on the same memory that names a reader goes before them.
+    """
+    head = findings[0]
+    if not (head.first.startswith("write") and head.second.startswith("write")):
+        return findings
+    memory = head.where.rsplit(" + ", 1)[0]
+    for found in findings:
+        if found.kind in ("slot-reuse", "bulk-buffer") and found.where.rsplit(" + ", 1)[0] == memory:
+            return [found, *(other for other in findings if other is not found)]
+    return findings
+
+
 def _reason(
     machine: object, shadow: Shadow, granule: int, earlier: tuple, kind: str, who: Access, fence: bool
 ) -> tuple[str, str, tuple | None]:

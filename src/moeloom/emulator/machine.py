@@ -15,7 +15,7 @@ from moeloom.emulator.agents import CTA, Agent, Event, Launch, Waiting, complete
 from moeloom.emulator.alarms import Deadlock, Fault, Finding, Race
 from moeloom.emulator.arguments import bind, convert
 from moeloom.emulator.clocks import GLOBAL, SHARED, SUPPOSE, Access, Clock, Shadow
-from moeloom.emulator.diagnosis import finding, reviewed, waiting_report
+from moeloom.emulator.diagnosis import finding, reviewed, telling_first, waiting_report
 from moeloom.emulator.memory import Buffer, GlobalMemory
 from moeloom.emulator.rebuild import rebuild
 from moeloom.emulator.sites import Sites
@@ -234,7 +234,7 @@ class Emulator:
         return self
 
     def _race_of_findings(self, then: str | None = None) -> Race:
-        self.findings = [reviewed(self, found) for found in self.findings]
+        self.findings = telling_first([reviewed(self, found) for found in self.findings])
         text = "\n".join(map(str, self.findings))
         if then:
             text += f"\nand then: {then}"
@@ -381,10 +381,15 @@ class Emulator:
         agent.done = True
         cta.live -= 1
         if cta.live == 0:
-            pending = [load for load in cta.loads if not load[0].done]
-            if pending:
-                text = f"{cta.name} ends while the bulk load issued at {self.sites[pending[0][1]]} is in flight"
-                raise Fault(text, "exit")
+            known = self.new_clock()
+            for each in self.agents:
+                if each.cta is cta:
+                    known.join(each.clock)
+            for load in cta.loads.values():
+                # Whether it has come by now is luck; somebody must have waited for it.
+                if load.epoch > known.m[0, load.comp]:
+                    text = f"{cta.name} ends, but nothing waited for the bulk load issued at {self.sites[load.site]}"
+                    raise Fault(text, "exit")
             cta.launch.live -= 1
         self.wake(agent.joiners)
 

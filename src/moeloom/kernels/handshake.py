@@ -22,7 +22,6 @@ from moeloom.compat import (
     tma_store,
     warp_specialize,
 )
-from moeloom.errors import ArgumentError, complain
 from moeloom.kernels.sync import await_, publish, ticket
 
 ROWS: gl.constexpr = gl.constexpr(128)
@@ -99,11 +98,9 @@ def handshake(ring_desc, ring, tickets, ready, taken, trouble, blocks, deadline_
 
     Args:
         ring_desc, ring: descriptor of, and pointer to, int32 [SLOTS * 128, 32].
-        tickets: int32 [2], zero: next block to write, to read.
-        ready, taken: int32 [blocks], zero: flags.
+        tickets, ready, taken: int32 [2], [blocks], [blocks], zero: next block to write and to read; flags.
         trouble: int32 [2], zero; counts wrong elements, and partitions that gave up.
-        blocks: int32.
-        deadline_ns: int64; of each wait, 0 for none.
+        blocks, deadline_ns: int32; int64, of each wait, 0 for none.
     """
     out = gl.allocate_shared_memory(gl.int32, [ROWS, COLUMNS], ring_desc.layout)
     into = gl.allocate_shared_memory(gl.int32, [ROWS, COLUMNS], ring_desc.layout)
@@ -132,40 +129,30 @@ class Outcome:
 
 
 def arguments(blocks: int, slots: int, deadline_s: float, device: object) -> dict:
-    """Make the arguments of :func:`handshake` by name; the ring holds -1, which is never written."""
+    """Make the arguments of :func:`handshake` for up to 2**19 blocks; the ring holds -1, which never occurs."""
     import torch
 
-    ring = torch.full((slots * ROWS.value, COLUMNS.value), -1, dtype=torch.int32, device=device)
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, COLUMNS.value], gl.int32)
-    zeros = {name: torch.zeros(blocks, dtype=torch.int32, device=device) for name in ("ready", "taken")}
-    zeros |= {name: torch.zeros(2, dtype=torch.int32, device=device) for name in ("tickets", "trouble")}
-    ring_desc = TensorDescriptor.from_tensor(ring, [ROWS.value, COLUMNS.value], layout)
-    given = dict(ring_desc=ring_desc, ring=ring, blocks=blocks, deadline_ns=int(deadline_s * 1e9), SLOTS=slots)
-    return given | zeros
+    def ints(value: int, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
+    box = [ROWS.value, COLUMNS.value]
+    ring = ints(-1, slots * box[0], box[1])
+    ring_desc = TensorDescriptor.from_tensor(ring, box, gl.NVMMASharedLayout.get_default_for(box, gl.int32))
+    flags = dict(tickets=ints(0, 2), ready=ints(0, blocks), taken=ints(0, blocks), trouble=ints(0, 2))
+    rest = dict(blocks=blocks, deadline_ns=int(deadline_s * 1e9), SLOTS=slots)
+    return dict(ring_desc=ring_desc, ring=ring) | flags | rest
 
 
-def check(device: object, *, blocks: int = 1 << 15, slots: int = 64, deadline_s: float = 5.0) -> Outcome:
-    """Run the check on a CUDA device of compute capability 9.0 or newer, on all its SMs, and wait for it.
+def check(device: object, *, slots: int = 64, deadline_s: float = 5.0) -> Outcome:
+    """Pass 2**15 row blocks through a ring of ``slots`` on all SMs of a CUDA device; each wait may last ``deadline_s``.
 
-    Args:
-        device: torch device.
-        blocks: row blocks to pass, at most 2**19.
-        slots: of the ring; few of them make producers wait, too.
-        deadline_s: seconds that one wait may last; 0: no end.
-
-    Raises:
-        ArgumentError: an argument is out of range.
+    The device needs compute capability 9.0 or newer and an index. With few slots producers wait, too.
     """
     import torch
 
-    if not 1 <= blocks <= 1 << 19:
-        raise ArgumentError(complain("blocks", "be from 1 to 2**19", blocks, "Numbers would repeat beyond."))
-    if slots < 1:
-        raise ArgumentError(complain("slots", "be at least 1", slots, "Give the ring a slot."))
-    device = torch.device(device)
-    given = arguments(blocks, slots, deadline_s, device)
+    given = arguments(1 << 15, slots, deadline_s, device)
     with torch.cuda.device(device):
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         handshake[(programs,)](**given, num_warps=WARPS.value)
         wrong, gave_up = given["trouble"].tolist()
-    return Outcome(wrong, gave_up, blocks * ROWS.value * COLUMNS.value)
+    return Outcome(wrong, gave_up, given["blocks"] * ROWS.value * COLUMNS.value)

@@ -42,6 +42,10 @@ def padded_experts(num_local_experts: int) -> int:
     return max(32, 1 << (num_local_experts - 1).bit_length())
 
 
+# They differ from call to call; no kernel must be compiled anew for a 1, or for a multiple of 16.
+_SIZES = ("num_routes", "slots", "run", "first_expert", "experts", "capacity_blocks", "num_counters", "rank")
+
+
 @gluon.jit
 def _add(a, b):
     return a + b
@@ -61,7 +65,7 @@ def _counts(expert, EXPERTS: gl.constexpr, layout: gl.constexpr):
     return gl.histogram(gl.maximum(expert, 0), EXPERTS, mask=expert >= 0, layout=layout)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("num_routes", "run", "first_expert", "experts"))
 def count_routes(ids, counts, num_routes, run, first_expert, experts, EXPERTS: gl.constexpr):
     """Count the routes of each local expert in each program's run.
 
@@ -163,7 +167,7 @@ def _describe_expert(row_rank, row_slot, block_expert, block_rows, expert, count
     gl.store(row_slot + first_block * BLOCK + padding, nothing, mask=padding < blocks * BLOCK)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=_SIZES)
 def place_routes(
     ids,
     counts,
@@ -226,7 +230,5 @@ def place_routes(
     _fill(row_slot, -1, num_blocks * BLOCK, capacity_blocks * BLOCK, flat)
     _fill(counters, 0, 0, num_counters, flat)
     base = first_block * BLOCK + before
-    _place_run(
-        ids, row_rank, row_slot, base, num_routes, slots, run, first_expert, experts, EXPERTS, flat
-    )
+    _place_run(ids, row_rank, row_slot, base, num_routes, slots, run, first_expert, experts, EXPERTS, flat)
     thread_barrier()

@@ -21,8 +21,8 @@ from moeloom.compat import (
     gl,
     gluon,
     nanosleep,
-    partition_timer,
     thread_barrier,
+    thread_timers,
 )
 
 # Nanoseconds between polls: short at first, because most waits are; doubled up to a length that is small against a
@@ -98,16 +98,16 @@ def await_(ptr, target, deadline_ns, off, SCOPE: gl.constexpr, BULK: gl.constexp
     seen = gl.atomic_add(ptr, 0, sem="relaxed", scope=SCOPE)
     if (seen - target < 0) & (off == 0):
         pause = FIRST_PAUSE_NS
-        began = gl.to_tensor(0).to(gl.int64)
-        if deadline_ns > 0:
-            began = partition_timer()
+        # Each thread measures by its own clock. That one of them is late is reduced over the threads below, as int32: a
+        # reduction of the clocks themselves made ptxas spill a register.
+        began = thread_timers()
         while (seen - target < 0) & (off == 0):
             nanosleep(pause)
             pause = gl.minimum(2 * pause, LONGEST_PAUSE_NS)
             seen = gl.atomic_add(ptr, 0, sem="relaxed", scope=SCOPE)
             if deadline_ns > 0:
-                late = partition_timer() - began > deadline_ns
-                off = (late & (seen - target < 0)).to(gl.int32)
+                late = gl.max((thread_timers() - began > deadline_ns).to(gl.int32), 0)
+                off = late & (seen - target < 0).to(gl.int32)
     # Makes of thread 0's relaxed read an acquire.
     fence_acq_rel(SCOPE)
     # Thread 0 has acquired, the other threads have not: they learn of it here.

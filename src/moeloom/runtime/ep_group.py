@@ -91,7 +91,7 @@ class EPGroup:
 
     def device_transport(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return the process group if it moves tensors of ``device`` itself, by NCCL; None means through the CPU."""
-        if device.type != "cuda":
+        if device.type != "cuda" or self._group is None:
             return None
         try:
             backend = self._group._get_backend(device)

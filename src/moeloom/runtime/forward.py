@@ -11,7 +11,7 @@ from moeloom.config import ROW_BLOCK, ceil_div
 from moeloom.kernels.forward.kernel import MATH_WARPS, forward, num_counters
 from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS
 from moeloom.kernels.schedule import WARPS, count_routes, num_programs, padded_experts, place_routes, run_length
-from moeloom.runtime.tuning import Parts, Tuning
+from moeloom.runtime.tuning import ALL, Parts, Tuning
 from moeloom.runtime.workspace import Workspace
 
 
@@ -112,7 +112,7 @@ def forward_launch(
     num_sms: int,
     deadline_s: float,
     tuning: Tuning,
-    parts: Parts = Parts(),
+    parts: Parts = ALL,
 ) -> Launch:
     """Return the launch of the layer's kernel, to follow :func:`schedule_launches` on the same stream.
 
@@ -131,6 +131,7 @@ def forward_launch(
     save_to, save_rows = (given.gate_up, saved) if saved else (workspace.hidden_ring, 1)
     tokens, top_k = given.topk_ids.shape
     rows = ROWS.value
+    height, width = tuning.copy_box(hidden)
     args = dict(
         x_ring_desc=_describe(workspace.x_ring, [ring_rows, hidden], [rows, depth]),
         hidden_ring_desc=_describe(workspace.hidden_ring, [ring_rows, inner], [rows, depth]),
@@ -151,7 +152,7 @@ def forward_launch(
         topk_ids=given.topk_ids,
         topk_weights=given.topk_weights,
         out=given.out,
-        deadline_ns=int(deadline_s * 1e9),
+        deadline_us=min(int(deadline_s * 1e6), 2**31 - 1),
         limit=0.0 if given.limit is None else float(given.limit),
         rank=given.rank,
         tokens=tokens,
@@ -167,13 +168,14 @@ def forward_launch(
         TOP_K=top_k,
         RANKS=shape.ranks,
         CLAMP=given.limit is not None,
-        SAVE=saved > 0,
         DEPTH=depth,
         STAGES=tuning.stages,
         SLOTS=tuning.slots,
         PIECE=tuning.piece,
-        WIDTH=tuning.width,
+        HEIGHT=height,
+        WIDTH=width,
         STORE_WARPS=tuning.store_warps,
+        DISPATCH_WARPS=tuning.dispatch_warps,
         REGISTERS=tuning.registers,
         DISPATCH=parts.dispatch,
         PUSH=parts.push,

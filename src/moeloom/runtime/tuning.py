@@ -10,8 +10,6 @@ from moeloom.errors import ArgumentError, complain
 #: compiler's own needs take of it.
 _SHARED_BYTES, _SHARED_REST = 227 * 1024, 1536
 _ROWS, _COLUMNS, _PART, _ELEMENT = 128, 256, 64, 2
-#: Threads of the math warps, registers of a CTA for each of its threads, and of a math thread that holds a tile of sums.
-_MATH_WARPS, _CAP, _LEAST_MATH = 8, 168, 192
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,9 @@ class Tuning:
         depth: columns of a stage of operands, 32 or 64.
         stages: stages of operands.
         slots: output buffers of 128 x 64 between math and store warps.
-        store_warps: 1, 2 or 4.
-        piece: rows that a dispatch warp takes at a time.
-        width: columns that it has in flight, a power of two.
+        store_warps, dispatch_warps: at least 1 each, at most 3 together.
+        piece: rows that dispatch warps take at a time.
+        copy: elements that they have in flight, a power of two.
         registers: of a thread outside of the math warps, a multiple of 8.
 
     Raises:
@@ -35,9 +33,10 @@ class Tuning:
     stages: int = 4
     slots: int = 2
     store_warps: int = 2
+    dispatch_warps: int = 1
     piece: int = 4
-    width: int = 2048
-    registers: int = 96
+    copy: int = 4096
+    registers: int = 104
 
     def __post_init__(self) -> None:
         legal = {
@@ -45,8 +44,9 @@ class Tuning:
             "stages": range(2, 17),
             "slots": range(2, 17),
             "store_warps": (1, 2),
-            "piece": (1, 2, 4, 8, 16, 32),
-            "width": (256, 512, 1024, 2048, 4096),
+            "dispatch_warps": (1, 3 - self.store_warps),
+            "piece": (1, 2, 4, 8, 16, 32, 64, 128),
+            "copy": (512, 1024, 2048, 4096, 8192),
             "registers": range(24, 169, 8),
         }
         for name, values in legal.items():
@@ -57,6 +57,13 @@ class Tuning:
             rule = f"fit {_SHARED_BYTES} bytes of shared memory"
             fix = "Take fewer stages or slots."
             raise ArgumentError(complain("tuning.stages and .slots", rule, f"{self.shared_bytes} bytes", fix))
+
+    def copy_box(self, hidden: int) -> tuple[int, int]:
+        """Return (rows, columns) that dispatch warps have in flight: of :attr:`copy` elements, so wide that whole
+        chunks make up a row of ``hidden``."""
+        least = 256 * self.dispatch_warps
+        width = next((w for w in (4096, 2048, 1024, 512) if w <= self.copy and w >= least and not hidden % w), least)
+        return min(self.copy // width, self.piece), width
 
     @property
     def shared_bytes(self) -> int:
@@ -72,3 +79,6 @@ class Parts:
     dispatch: bool = True
     push: bool = True
     sums: bool = True
+
+
+ALL = Parts()

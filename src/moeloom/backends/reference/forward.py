@@ -28,7 +28,7 @@ def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, Saved | None]:
     Determinism: the bits of ``out`` depend on the global batch and the weights alone.
     """
     schedule, row_weight = _schedule(call)
-    plan = make_plan(schedule, minibatch_rows=call.config.minibatch_rows, num_ranks=call.group.size)
+    plan = make_plan(schedule, minibatch_rows=call.config.resolved_minibatch_rows, num_ranks=call.group.size)
     x, top_k = call.x, call.top_k
     x_ring, out_ring = (Ring(call.config, len(plan), x.shape[1], x) for _ in range(2))
     saved_gate_up = x.new_empty(_saved_heights(call, plan) if save else 0, call.gate_up_proj.shape[1])

@@ -25,7 +25,7 @@ class Ring:
     """
 
     def __init__(self, config: MoEConfig, minibatches: int, width: int, like: Tensor) -> None:
-        self._stride = config.minibatch_rows
+        self._stride = config.resolved_minibatch_rows
         self._turn = min(config.resolved_ring_rows // self._stride, max(minibatches, 1))
         self._data = torch.empty(self._turn * self._stride, width, dtype=like.dtype, device=like.device)
 

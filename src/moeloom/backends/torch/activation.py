@@ -48,7 +48,7 @@ def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
     half = gate_up.shape[1] // 2
     hidden = gate_up.new_empty(gate_up.shape[0], half)
     for part in _pieces(gate_up.shape[0], half, gate_up.device):
-        silu, _, up = _activated(gate_up[part, :half], gate_up[part, half:], limit)
+        silu, up = _activated(gate_up[part, :half], gate_up[part, half:], limit)
         torch.mul(silu, up, out=hidden[part])
     return hidden
 
@@ -83,7 +83,7 @@ def swiglu_backward(
     d_factor = torch.empty(rows, 1, dtype=wide, device=gate_up.device) if wants_factor else None
     for part in _pieces(rows, half, gate_up.device):
         raw_gate, raw_up = gate_up[part, :half], gate_up[part, half:]
-        silu, gate, up = _activated(raw_gate, raw_up, limit)
+        silu, up = _activated(raw_gate, raw_up, limit)
         if wants_hidden or wants_factor:
             hidden = torch.mul(silu, up, out=raw_gate.new_empty(raw_gate.shape) if factor is not None else scaled[part])
         if d_factor is not None:
@@ -96,20 +96,19 @@ def swiglu_backward(
             torch.mul(d_h, silu, out=d_up)
             d_silu = d_h * up
             # In place, because this kernel computes in the dtype of its result on a GPU: bf16 would round twice.
-            d_gate.copy_(torch.ops.aten.silu_backward.grad_input(d_silu, gate, grad_input=d_silu))
-            if limit is not None:
+            d_gate.copy_(torch.ops.aten.silu_backward.grad_input(d_silu, raw_gate, grad_input=d_silu))
+            if limit is not None:  # Also where the line above met an infinite gate.
                 d_gate.masked_fill_(raw_gate > limit, 0)
                 d_up.masked_fill_(raw_up.abs() > limit, 0)
     return SwiGLUGradients(d_gate_up, scaled, d_factor)
 
 
-def _activated(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return silu(gate) in the accumulation dtype, and gate and up, all after the clamp."""
+def _activated(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) in the accumulation dtype, and up, both after the clamp."""
     wide = accumulate_dtype(gate.dtype)
     if limit is None:
-        return F.silu(gate.to(wide), inplace=gate.dtype != wide), gate, up
-    gate = gate.to(wide).clamp(max=limit)
-    return F.silu(gate), gate, up.to(wide).clamp(-limit, limit)
+        return F.silu(gate.to(wide), inplace=gate.dtype != wide), up
+    return F.silu(gate.to(wide).clamp(max=limit), inplace=True), up.to(wide).clamp(-limit, limit)
 
 
 def _pieces(rows: int, width: int, device: torch.device) -> Iterator[slice]:

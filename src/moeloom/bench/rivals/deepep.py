@@ -32,18 +32,14 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, buffer, facts: dict, x: Tensor, ids: Tensor, weights: Tensor):
-        got_x, got_ids, got_weights, handle, event = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **facts)
-        event.current_stream_wait()
+        got_x, got_ids, got_weights, handle, _ = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **facts)
         ctx.buffer, ctx.handle = buffer, handle
         ctx.mark_non_differentiable(got_ids)
         return got_x, got_ids, got_weights, handle
 
     @staticmethod
     def backward(ctx, d_x: Tensor, _ids, d_weights: Tensor, _handle):
-        d_x, d_weights, event = ctx.buffer.combine(
-            d_x.contiguous(), handle=ctx.handle, topk_weights=d_weights.contiguous()
-        )
-        event.current_stream_wait()
+        d_x, d_weights, _ = ctx.buffer.combine(d_x.contiguous(), ctx.handle, topk_weights=d_weights.contiguous())
         return None, None, d_x, None, d_weights
 
 
@@ -51,21 +47,19 @@ class _Combine(torch.autograd.Function):
     """Add up each token's results on its own rank; backward sends the gradient along the same ways."""
 
     @staticmethod
-    def forward(ctx, buffer, handle, y: Tensor) -> Tensor:
-        out, _, event = buffer.combine(y, handle=handle)
-        event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        return out
+    def forward(ctx, buffer, facts: dict, handle, y: Tensor) -> Tensor:
+        ctx.buffer, ctx.facts, ctx.handle = buffer, facts, handle
+        return buffer.combine(y, handle)[0]
 
     @staticmethod
     def backward(ctx, d_out: Tensor):
-        d_y, _, _, _, event = ctx.buffer.dispatch(d_out.contiguous(), handle=ctx.handle)
-        event.current_stream_wait()
-        return None, None, d_y
+        # It sizes its kernels by the number of experts, which it does not take from the handle.
+        d_y = ctx.buffer.dispatch(d_out.contiguous(), handle=ctx.handle, **ctx.facts)[0]
+        return None, None, None, d_y
 
 
 class DeepEPContender(Contender):
-    """Dispatch, the experts of this rank on what arrived, combine."""
+    """Dispatch, the experts of this rank on what arrived, combine; all in the order of the current stream."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -73,11 +67,12 @@ class DeepEPContender(Contender):
 
         tokens, hidden = problem.x.shape
         top_k = problem.ids.shape[1]
-        most = max(problem.group.gather_json(tokens, seconds=60.0))
-        self._buffer = ElasticBuffer(problem.process_group, num_max_tokens_per_rank=most, hidden=hidden, num_topk=top_k)
-        self._facts = dict(num_experts=problem.num_experts, num_max_tokens_per_rank=most)
+        self._buffer = ElasticBuffer(
+            problem.process_group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=top_k
+        )
+        self._facts = dict(num_experts=problem.num_experts)
         self._config = MoEConfig(backend="torch")
-        notes = [version("deep-ep"), "experts by moeloom-torch"]
+        notes = [version("deep-ep"), "experts by moeloom-torch", "waits for the device once a forward"]
         notes += [SHARED_BESIDE] if problem.shared is not None else []
         self.note = "; ".join(notes)
 
@@ -97,7 +92,7 @@ class DeepEPContender(Contender):
             swiglu_limit=self.problem.point.shape.swiglu_limit,
             config=self._config,
         )
-        return self.add_shared(_Combine.apply(self._buffer, handle, y))
+        return self.add_shared(_Combine.apply(self._buffer, self._facts, handle, y))
 
 
 class DeepEP(Rival):

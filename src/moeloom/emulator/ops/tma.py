@@ -155,9 +155,8 @@ def load(
         result.write(box)
         bar.deliver(who, box.nbytes)
 
-    event = Event(machine, arrive)
-    agent.cta.loads = [pending for pending in agent.cta.loads if not pending[0].done]
-    agent.cta.loads.append((event, who.site))
+    Event(machine, arrive)
+    agent.cta.loads[who.comp] = who
 
 
 def store(tensor_desc: Descriptor, coord: object, src: SharedView, **_: object) -> None:

@@ -1,8 +1,8 @@
 """The forward pass of a layer as one persistent kernel.
 
-Every CTA has four roles: *math* warps (the two warpgroups that the launch has), and one *load*, one *dispatch* and a few
-*store* warps. CTAs take tasks by ticket, in the order of :mod:`moeloom.kernels.forward.order`; nothing else says which
-CTA does what, and every wait points to an earlier task or piece, so one resident CTA is enough to finish.
+Every CTA has four roles: *math* warps (the two warpgroups that the launch has), one *load* warp, and a few
+*dispatch* and *store* warps. CTAs take tasks by ticket, in the order of :mod:`moeloom.kernels.forward.order`; nothing
+else says which CTA does what, and every wait points to an earlier task or piece, so one resident CTA is enough.
 
 | role | what it does | what it waits for in other CTAs |
 | --- | --- | --- |

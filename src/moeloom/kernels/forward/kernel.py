@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moeloom.compat import alloc_mbarriers, fence_async_shared, gl, gluon, thread_barrier, warp_specialize
-from moeloom.kernels.forward.dispatch import dispatch_warp
+from moeloom.kernels.forward.dispatch import dispatch_warps
 from moeloom.kernels.forward.load import load_warp
 from moeloom.kernels.forward.math import math_warps
-from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, TASKS, Counters, Ring, Sizes, init_ring
+from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, TASKS, Counters, Ring, Sizes, Tables, init_ring
 from moeloom.kernels.forward.store import store_warps
 
 #: Warps of the launch: two math warpgroups.
@@ -21,7 +21,12 @@ def num_counters(capacity_blocks: int) -> int:
     return 3 * LINE + 3 * capacity_blocks
 
 
-@gluon.jit
+# Sizes differ from call to call; the kernel must not be compiled anew for one that is 1, or a multiple of 16. H and I
+# always are multiples, and must be known to be: stores of 16 bytes need it.
+_SIZES = ("deadline_us", "rank", "tokens", "experts", "capacity", "minibatch", "ring", "saved")
+
+
+@gluon.jit(do_not_specialize=_SIZES)
 def forward(
     x_ring_desc,
     hidden_ring_desc,
@@ -42,7 +47,7 @@ def forward(
     topk_ids,
     topk_weights,
     out,
-    deadline_ns,
+    deadline_us,
     limit,
     rank,
     tokens,
@@ -56,13 +61,14 @@ def forward(
     TOP_K: gl.constexpr,
     RANKS: gl.constexpr,
     CLAMP: gl.constexpr,
-    SAVE: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
     PIECE: gl.constexpr,
+    HEIGHT: gl.constexpr,
     WIDTH: gl.constexpr,
     STORE_WARPS: gl.constexpr,
+    DISPATCH_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr,
     DISPATCH: gl.constexpr,
     PUSH: gl.constexpr,
@@ -75,7 +81,8 @@ def forward(
         hidden_out_desc: the same memory as hidden_ring_desc, boxes [128, 64].
         gate_up_proj: bf16 [2E, I, H], gate then up of each expert; boxes [1, 128, DEPTH].
         down_proj: bf16 [E, H, I], boxes [1, 256, DEPTH].
-        gate_up: bf16 [saved * 128, 2, I], boxes [128, 1, 64], written: pre-activations.
+        gate_up: bf16 [saved * 128, 2, I], boxes [128, 1, 64], written: pre-activations;
+            with saved = 0 anything.
         x_ring: pointer to the memory of x_ring_desc.
         x_pointers, slot_pointers: int64 [ranks], addresses of bf16 [T, H] and bf16 [T * K, H].
         row_rank, row_slot, block_expert, facts, counters: from the schedule.
@@ -83,15 +90,15 @@ def forward(
         alarm: int64 [1], address of an int32 that the host reads.
         topk_ids, topk_weights: int64 and fp32 [T, K].
         out: bf16 [T, H].
-        deadline_ns: int64, of each wait; 0 for none.
+        deadline_us: int32, microseconds of each wait; 0 for none.
         limit: fp32, clamp.
         rank, tokens, H, I, experts: int32; T of this rank, widths (multiples of 64), experts of the group.
         capacity, minibatch, ring, saved: int32, row blocks; a ring holds at least two minibatches.
         TOP_K, RANKS: routes of a token; ranks of the group.
-        CLAMP, SAVE: whether there are a clamp and saved rows.
+        CLAMP: whether there is a clamp.
         DEPTH, STAGES, SLOTS: columns of a stage of operands, stages, and output buffers.
-        PIECE, WIDTH: rows and columns that the dispatch warp takes at a time.
-        STORE_WARPS, REGISTERS: store warps; registers of a thread outside of the math warps.
+        PIECE, HEIGHT, WIDTH: rows that dispatch warps take, rows of them and columns in flight at a time.
+        STORE_WARPS, DISPATCH_WARPS, REGISTERS: how many; registers of a thread outside of the math warps.
         DISPATCH, PUSH, SUMS: False leaves that part of the work out, for measurements.
     """
     SCOPE: gl.constexpr = "gpu" if RANKS == 1 else "sys"
@@ -128,6 +135,18 @@ def forward(
         gl.to_tensor(experts),
     )
     of_blocks = counters + 3 * _LINE
+    tables = Tables(
+        x_pointers,
+        slot_pointers,
+        row_rank,
+        row_slot,
+        block_expert,
+        x_ring,
+        topk_ids,
+        topk_weights,
+        out,
+        gl.to_tensor(rank),
+    )
     flags = Counters(
         of_blocks,
         of_blocks + capacity,
@@ -137,49 +156,13 @@ def forward(
         counters + 2 * _LINE,
         trouble,
         gl.load(alarm).to(gl.pointer_type(gl.int32)),
-        gl.to_tensor(deadline_ns).to(gl.int64),
+        gl.to_tensor(deadline_us).to(gl.int64) * 1000,
     )
     pieces: gl.constexpr = ROWS // PIECE if DISPATCH else 0
     warp_specialize(
         [
-            (
-                math_warps,
-                (
-                    slot_pointers,
-                    topk_ids,
-                    topk_weights,
-                    out,
-                    a,
-                    b_buffers,
-                    outbox,
-                    mail,
-                    sizes,
-                    rank,
-                    limit,
-                    DEPTH,
-                    TOP_K,
-                    CLAMP,
-                    SAVE,
-                ),
-            ),
-            (
-                store_warps,
-                (
-                    hidden_out_desc,
-                    gate_up,
-                    slot_pointers,
-                    row_rank,
-                    row_slot,
-                    outbox,
-                    mail,
-                    sizes,
-                    flags,
-                    RANKS,
-                    SAVE,
-                    PUSH,
-                    SCOPE,
-                ),
-            ),
+            (math_warps, (tables, a, b_buffers, outbox, mail, sizes, limit, DEPTH, TOP_K, CLAMP)),
+            (store_warps, (hidden_out_desc, gate_up, tables, outbox, mail, sizes, flags, RANKS, PUSH, SCOPE)),
             (
                 load_warp,
                 (
@@ -187,7 +170,7 @@ def forward(
                     hidden_ring_desc,
                     gate_up_proj,
                     down_proj,
-                    block_expert,
+                    tables,
                     a,
                     b_buffers,
                     b_halves,
@@ -200,23 +183,8 @@ def forward(
                     SCOPE,
                 ),
             ),
-            (
-                dispatch_warp,
-                (
-                    x_pointers,
-                    row_rank,
-                    row_slot,
-                    x_ring,
-                    sizes,
-                    flags,
-                    TOP_K,
-                    RANKS,
-                    PIECE,
-                    WIDTH,
-                    DISPATCH,
-                ),
-            ),
+            (dispatch_warps, (tables, sizes, flags, TOP_K, RANKS, PIECE, HEIGHT, WIDTH, DISPATCH)),
         ],
-        [STORE_WARPS, 1, 1],
+        [STORE_WARPS, 1, DISPATCH_WARPS],
         [REGISTERS, REGISTERS, REGISTERS],
     )

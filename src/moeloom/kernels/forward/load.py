@@ -44,7 +44,7 @@ def load_warp(
     hidden_ring,
     gate_up_proj,
     down_proj,
-    block_expert,
+    tables,
     a,
     b_buffers,
     b_halves,
@@ -72,10 +72,10 @@ def load_warp(
         kind, block, tile = locate(task, sizes.blocks, sizes.minibatch, sizes.gate_up_tiles, sizes.down_tiles)
         before = off
         if kind == IS_GATE_UP:
-            expert = gl.load(block_expert + block)
+            expert = gl.load(tables.block_expert + block)
             off = await_(counters.x_ready + block, PIECES, counters.deadline_ns, off, "gpu", True)
         elif kind == IS_DOWN:
-            expert = gl.load(block_expert + block)
+            expert = gl.load(tables.block_expert + block)
             off = await_(counters.h_ready + block, sizes.gate_up_tiles, counters.deadline_ns, off, "gpu", True)
         else:
             expert = 0

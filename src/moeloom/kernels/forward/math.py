@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeloom.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from moeloom.kernels.forward.order import IS_DOWN, IS_GATE_UP, IS_SUM
-from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, TOKENS, receive, unpack
+from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, TOKENS, memory_of, receive, unpack
 
 #: Columns of a sum at a time: 8 tokens x 512 columns x top-8 are 64 KB in flight.
 WIDTH: gl.constexpr = gl.constexpr(512)
@@ -60,11 +60,12 @@ def _swiglu(gate, up, limit, CLAMP: gl.constexpr):
 
 
 @gluon.jit
-def _sum_slots(slots, topk_ids, topk_weights, out, number, off, sizes, TOP_K: gl.constexpr):
+def _sum_slots(tables, number, off, sizes, TOP_K: gl.constexpr):
     """out[t] = w[t, 0] * slot[t, 0] + w[t, 1] * slot[t, 1] + ..., fp32, rounded once; NaN if rows are missing."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     hidden = gl.multiple_of(sizes.hidden, 16)
     token = number * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    slots = memory_of(tables.slot_pointers, token * 0 + tables.rank)
     is_token = token < sizes.tokens
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     route = token.to(gl.int64) * TOP_K
@@ -73,34 +74,29 @@ def _sum_slots(slots, topk_ids, topk_weights, out, number, off, sizes, TOP_K: gl
         inside = (first + column < hidden)[None, :]
         total = gl.full([TOKENS, WIDTH], 0.0, gl.float32, layout) + start
         for k in gl.static_range(TOP_K):
-            expert = gl.load(topk_ids + route + k, mask=is_token, other=-1)
+            expert = gl.load(tables.topk_ids + route + k, mask=is_token, other=-1)
             # The slot of no route is unwritten memory, and its weight may be anything.
             is_route = (expert >= 0) & (expert < sizes.experts) & (off == 0)
-            weight = gl.load(topk_weights + route + k, mask=is_route, other=0.0)
-            place = slots + ((route + k) * hidden)[:, None] + (first + column)[None, :]
+            weight = gl.load(tables.topk_weights + route + k, mask=is_route, other=0.0)
+            place = (slots + (route + k) * hidden)[:, None] + (first + column)[None, :]
             value = gl.load(place, mask=is_route[:, None] & inside, other=0.0)
             total = gl.fma(gl.broadcast(weight[:, None], total)[0], value.to(gl.float32), total)
-        place = out + (token.to(gl.int64) * hidden)[:, None] + (first + column)[None, :]
+        place = tables.out + (token.to(gl.int64) * hidden)[:, None] + (first + column)[None, :]
         gl.store(place, total.to(gl.bfloat16), mask=is_token[:, None] & inside)
 
 
 @gluon.jit
 def math_warps(
-    slot_pointers,
-    topk_ids,
-    topk_weights,
-    out,
+    tables,
     a,
     b_buffers,
     outbox,
     mail,
     sizes,
-    rank,
     limit,
     DEPTH: gl.constexpr,
     TOP_K: gl.constexpr,
     CLAMP: gl.constexpr,
-    SAVE: gl.constexpr,
 ):
     """Compute tile after tile as the load warp hands them over."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
@@ -111,8 +107,7 @@ def math_warps(
     while task >= 0:
         kind, block, tile, off = unpack(task)
         if kind == IS_SUM:
-            slots = gl.multiple_of(gl.load(slot_pointers + rank), 16).to(gl.pointer_type(gl.bfloat16))
-            _sum_slots(slots, topk_ids, topk_weights, out, block, off, sizes, TOP_K)
+            _sum_slots(tables, block, off, sizes, TOP_K)
         elif off == 0:
             num_k = gl.where(kind == IS_DOWN, sizes.inner // DEPTH, sizes.hidden // DEPTH)
             acc, step = _multiply(a, b_buffers, step, num_k, layout)
@@ -120,10 +115,9 @@ def math_warps(
             if kind == IS_GATE_UP:
                 # Left are gate columns, right are up columns. The hidden rows go first: others wait for them.
                 handed = _put_half(outbox, handed, _swiglu(left, right, limit, CLAMP))
-                if SAVE:
-                    if block < sizes.saved:
-                        handed = _put_half(outbox, handed, left)
-                        handed = _put_half(outbox, handed, right)
+                if block < sizes.saved:
+                    handed = _put_half(outbox, handed, left)
+                    handed = _put_half(outbox, handed, right)
             else:
                 handed = _put_half(outbox, handed, left)
                 handed = _put_half(outbox, handed, right)

@@ -61,6 +61,53 @@ class Sizes:
 
 
 @aggregate
+class Tables:
+    """Pointers to what a call reads and writes by ordinary accesses; shapes as in the kernel's docstring.
+
+    Attributes:
+        x_pointers, slot_pointers: int64. row_rank, row_slot, block_expert: int32.
+        x_ring: bf16. topk_ids: int64. topk_weights: fp32. out: bf16.
+        rank: int32, this rank.
+    """
+
+    x_pointers: gl.tensor
+    slot_pointers: gl.tensor
+    row_rank: gl.tensor
+    row_slot: gl.tensor
+    block_expert: gl.tensor
+    x_ring: gl.tensor
+    topk_ids: gl.tensor
+    topk_weights: gl.tensor
+    out: gl.tensor
+    rank: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        x_pointers,
+        slot_pointers,
+        row_rank,
+        row_slot,
+        block_expert,
+        x_ring,
+        topk_ids,
+        topk_weights,
+        out,
+        rank,
+    ):
+        self.x_pointers = x_pointers
+        self.slot_pointers = slot_pointers
+        self.row_rank = row_rank
+        self.row_slot = row_slot
+        self.block_expert = block_expert
+        self.x_ring = x_ring
+        self.topk_ids = topk_ids
+        self.topk_weights = topk_weights
+        self.out = out
+        self.rank = rank
+
+
+@aggregate
 class Counters:
     """Flags and tickets, all int32 in one piece of memory that the schedule has set to zero.
 
@@ -170,6 +217,15 @@ def receive(mail, turn):
     task = gl.sum(mail.buffers.index(turn % mail.count).load(layout), 0)
     mail.release(turn)
     return task
+
+
+@gluon.jit
+def memory_of(pointers, rank):
+    """Return pointers to the bf16 memory of ranks, from a table of addresses and a tensor of ranks.
+
+    Always a tensor: the compiler forgets the alignment of a single address, and would then copy 2 bytes at a time.
+    """
+    return gl.multiple_of(gl.load(pointers + rank).to(gl.pointer_type(gl.bfloat16)), 16)
 
 
 # Roles, as numbers in the record of what went wrong.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeloom.compat import bulk_wait, gl, gluon, tma_store
 from moeloom.kernels.forward.order import IS_DOWN, IS_GATE_UP
-from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, STORE_ROLE, receive, report, unpack
+from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS, STORE_ROLE, memory_of, receive, report, unpack
 from moeloom.kernels.sync import await_, publish
 
 #: Rows that are pushed at a time, so that their data fits the registers of few warps.
@@ -40,29 +40,38 @@ def _write_saved(gate_up, outbox, out, block, tile, off):
 
 
 @gluon.jit
-def _push(
-    slot_pointers, row_rank, row_slot, outbox, out, block, tile, off, hidden, RANKS: gl.constexpr, PUSH: gl.constexpr
-):
+def _slots(tables, row, off, hidden, RANKS: gl.constexpr):
+    """Return pointers to the slots of rows, and whether they are rows that are to be pushed."""
+    slot = gl.load(tables.row_slot + row)
+    rank = row * 0
+    if RANKS > 1:
+        rank = gl.maximum(gl.load(tables.row_rank + row), 0)
+    base = memory_of(tables.slot_pointers, rank)
+    return base + gl.maximum(slot, 0).to(gl.int64) * hidden, (slot >= 0) & (off == 0)
+
+
+@gluon.jit
+def _push(tables, outbox, out, block, tile, off, hidden, RANKS: gl.constexpr, PUSH: gl.constexpr):
     """Push the rows of a down tile, each into its own slot (token, k) on the rank that it came from."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     row = block * ROWS + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
     column = gl.arange(0, PART, gl.SliceLayout(0, layout))
     hidden = gl.multiple_of(hidden, 16)
+    # Looked up while the math warps are still busy with the tile.
+    upper, upper_live = _slots(tables, row, off, hidden, RANKS)
+    lower, lower_live = _slots(tables, row + STRIP, off, hidden, RANKS)
     for part in gl.static_range(COLUMNS // PART):
         first = tile * COLUMNS + part * PART
+        there = (column >= 0) & (first < hidden)
         outbox.wait_full(out)
-        for strip in gl.static_range(ROWS // STRIP):
-            value = outbox.buffers.index(out % outbox.count).slice(strip * STRIP, STRIP, 0).load(layout)
-            slot = gl.load(row_slot + row + strip * STRIP)
-            rank = gl.zeros([STRIP], gl.int32, gl.SliceLayout(1, layout))
-            if RANKS > 1:
-                rank = gl.maximum(gl.load(row_rank + row + strip * STRIP), 0)
-            base = gl.multiple_of(gl.load(slot_pointers + rank), 16).to(gl.pointer_type(gl.bfloat16))
-            base += gl.maximum(slot, 0).to(gl.int64) * hidden
-            live = (slot >= 0) & (first < hidden) & (off == 0)
-            if PUSH:
-                gl.store(base[:, None] + (first + column)[None, :], value, mask=live[:, None] & (column >= 0)[None, :])
+        buffer = outbox.buffers.index(out % outbox.count)
+        value = buffer.slice(0, STRIP, 0).load(layout)
+        if PUSH:
+            gl.store(upper[:, None] + (first + column)[None, :], value, mask=upper_live[:, None] & there[None, :])
+        value = buffer.slice(STRIP, STRIP, 0).load(layout)
         outbox.release(out)
+        if PUSH:
+            gl.store(lower[:, None] + (first + column)[None, :], value, mask=lower_live[:, None] & there[None, :])
         out += 1
     return out
 
@@ -71,15 +80,12 @@ def _push(
 def store_warps(
     hidden_ring,
     gate_up,
-    slot_pointers,
-    row_rank,
-    row_slot,
+    tables,
     outbox,
     mail,
     sizes,
     counters,
     RANKS: gl.constexpr,
-    SAVE: gl.constexpr,
     PUSH: gl.constexpr,
     SCOPE: gl.constexpr,
 ):
@@ -98,15 +104,12 @@ def store_warps(
                     lost = await_(flag, sizes.down_tiles, counters.deadline_ns, lost, "gpu", True)
                     report(counters, before, lost, STORE_ROLE, block)
                 out = _write_hidden(hidden_ring, outbox, out, (block % sizes.ring) * ROWS, tile, lost)
-                if SAVE:
-                    if block < sizes.saved:
-                        out = _write_saved(gate_up, outbox, out, block, tile, lost)
+                if block < sizes.saved:
+                    out = _write_saved(gate_up, outbox, out, block, tile, lost)
                 if lost == 0:
                     publish(counters.h_ready + block, 1, "gpu", True)
             elif kind == IS_DOWN:
-                out = _push(
-                    slot_pointers, row_rank, row_slot, outbox, out, block, tile, lost, sizes.hidden, RANKS, PUSH
-                )
+                out = _push(tables, outbox, out, block, tile, lost, sizes.hidden, RANKS, PUSH)
                 if lost == 0:
                     publish(counters.d_done + block, 1, "gpu", False)
                     publish(counters.pushed, 1, SCOPE, False)

@@ -1,0 +1,375 @@
+"""The hopper forward: order and schedule against their specification, the kernel in the emulator and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeloom.errors import ArgumentError, ToolchainError
+
+try:
+    from moeloom.compat import gl
+except ToolchainError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+from moeloom import MoEConfig, backends, moe
+from moeloom.backends import hopper
+from moeloom.backends.call import Request
+from moeloom.backends.hopper.backward import rows_of
+from moeloom.backends.hopper.forward import wave_rows
+from moeloom.backends.torch.routing import sort_routes
+from moeloom.config import ROW_BLOCK, capacity_rows
+from moeloom.emulator import Emulator, sweep
+from moeloom.errors import KernelTimeout
+from moeloom.kernels import schedule as device_schedule
+from moeloom.kernels.forward import dispatch, kernel, load, math, order, parts, store
+from moeloom.runtime import trouble
+from moeloom.runtime.tuning import Parts, Tuning
+from moeloom.runtime.workspace import Shape, WorkspacePool, make_workspace
+from moeloom.schedule import build_schedule
+from tests.cases import ROUTINGS, route
+from tests.hopper import Layout, Prepared, Sizes, answer, make_inputs, poison
+from tests.oracle import relative_l2
+
+#: Rounding of the result to bf16 is what is left beside the answer.
+TOLERANCE = 4e-3
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("blocks, minibatch, gate_up, down", [(0, 2, 1, 1), (1, 4, 2, 1), (7, 2, 3, 2), (8, 4, 1, 3)])
+def test_every_tile_is_one_task_behind_what_it_needs(blocks, minibatch, gate_up, down):
+    sums = 3
+    total = blocks * (gate_up + down) + sums
+    tasks = [order.find_task(t, blocks, minibatch, gate_up, down) for t in range(total)]
+    want = {(order.GATE_UP, b, n) for b in range(blocks) for n in range(gate_up)}
+    want |= {(order.DOWN, b, n) for b in range(blocks) for n in range(down)}
+    assert len(set(tasks)) == total and set(tasks) == want | {(order.SUM, s, 0) for s in range(sums)}
+    place = {task: at for at, task in enumerate(tasks)}
+    ring = 2 * minibatch
+    for (kind, block, _), at in place.items():
+        if kind == order.DOWN:
+            assert all(place[order.GATE_UP, block, n] < at for n in range(gate_up))
+        if kind == order.GATE_UP and block >= ring:
+            # The ring's slot: its token rows and its hidden rows are done with before.
+            assert all(place[order.DOWN, block - ring, n] < at for n in range(down))
+        if kind == order.SUM:
+            assert at >= total - sums
+
+
+def test_the_example_of_the_order():
+    tasks = [order.find_task(t, 3, 2, 1, 2) for t in range(10)]
+    assert tasks[4] == (order.DOWN, 1, 0) and tasks[9] == (order.SUM, 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ schedule
+
+
+def check_schedule(ids: torch.Tensor, experts: int, rank: int, seed: int) -> None:
+    """Compare all tables of one rank with the specification."""
+    ranks, tokens, top_k = ids.shape
+    shape = Shape(torch.device("cpu"), 64, 64, experts // ranks, ranks, top_k, 256)
+    workspace = make_workspace(shape, tokens)
+    poison(workspace)
+    blocks = shape.capacity_blocks(tokens)
+    routes, local = ids.numel(), experts // ranks
+    programs = device_schedule.num_programs(routes, local)
+    x, rows_per_expert = torch.zeros(8, dtype=torch.bfloat16), torch.full((local,), -5)
+    common = dict(ids=ids.flatten(), counts=workspace.counts, num_routes=routes, first_expert=rank * local)
+    common |= dict(run=device_schedule.run_length(routes, programs), experts=local)
+    common |= dict(EXPERTS=device_schedule.padded_experts(local))
+    tables = {
+        name: getattr(workspace, name) for name in ("row_rank", "row_slot", "block_expert", "block_rows", "facts")
+    }
+    tables |= dict(counters=workspace.counters, pointers=workspace.pointers[0], x=x, slots=tokens * top_k)
+    tables |= dict(rows_per_expert=rows_per_expert, capacity_blocks=blocks, num_counters=len(workspace.counters))
+    emu = Emulator(seed)
+    emu.launch(device_schedule.count_routes, programs, common, num_warps=device_schedule.WARPS)
+    emu.launch(device_schedule.place_routes, programs, common | tables | dict(rank=rank), num_warps=8)
+    emu.run()
+    want = build_schedule(ids, num_experts=experts, rank=rank)
+    assert torch.equal(workspace.row_rank, want.source_rank)
+    assert torch.equal(workspace.row_slot.long(), want.source_slot)
+    assert torch.equal(workspace.block_expert, want.block_expert)
+    assert torch.equal(workspace.block_rows, want.block_rows)
+    assert torch.equal(rows_per_expert, want.rows_per_expert)
+    assert workspace.facts[0] * ROW_BLOCK == want.num_rows[rank]
+    assert not workspace.counters.any() and workspace.pointers[0, rank] == x.data_ptr()
+
+
+@pytest.mark.parametrize("ranks, tokens, top_k, experts, rank", [(1, 90, 3, 8, 0), (2, 80, 2, 8, 1), (1, 1, 1, 1, 0)])
+def test_schedule_equals_its_specification(ranks, tokens, top_k, experts, rank):
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts + 1, (ranks, tokens, top_k), generator=g)
+    ids[0, 0, 0] += 2**40
+    check_schedule(ids, experts, rank, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_schedule_equals_its_specification_on_many(routing, seed):
+    g = torch.Generator().manual_seed(seed)
+    ranks = (1, 2, 4)[seed % 3]
+    tokens, top_k = int(torch.randint(1, 400, (), generator=g)), int(torch.randint(1, 5, (), generator=g))
+    experts = ranks * int(torch.randint(top_k, 70, (), generator=g))
+    ids = torch.stack([route(routing, tokens, experts, top_k, g) for _ in range(ranks)])
+    check_schedule(ids, experts, int(torch.randint(ranks, (), generator=g)), seed)
+
+
+def test_sorted_rows_find_their_rows():
+    ids = make_inputs(Sizes(tokens=200, experts=5, top_k=3)).ids
+    routes, want = sort_routes(ids, 5), build_schedule(ids[None], num_experts=5, rank=0)
+    rows = rows_of(routes, want.rows_per_expert, want.source_slot.numel())
+    live = int(want.rows_per_expert.sum())
+    assert torch.equal(want.source_slot[rows[:live]], routes.order[:live])
+
+
+# ----------------------------------------------------------------------------------------------- kernel, in the emulator
+
+
+def emulated(sizes: Sizes, layout: Layout, seeds=range(1), kernel=None, same_bits=True, **options) -> dict:
+    """Run a call under many schedules; return its outputs."""
+    given = make_inputs(sizes)
+    build = lambda emu: Prepared(given, sizes, layout).emulate(emu, kernel)  # noqa: E731
+    report = sweep(build, seeds, same_bits=same_bits, processes=1, **options)
+    report.raise_first()
+    return report.outputs
+
+
+def check_emulated(sizes: Sizes, layouts: list[tuple[Layout, dict]], seeds=range(1)) -> None:
+    """Hold a call against its answer, and the bits of all layouts against each other."""
+    given = make_inputs(sizes)
+    want = answer(given, sizes.limit)
+    first = None
+    for layout, options in layouts:
+        got = emulated(sizes, layout, seeds, **options)
+        first = got if first is None else first
+        assert torch.equal(got["out"], first["out"]), (layout, options)
+        if layout.saved_rows:
+            check_saved(given, got["gate_up"])
+    if want.norm():
+        assert relative_l2(first["out"], want) < TOLERANCE
+    else:
+        assert not first["out"].any()
+
+
+def check_saved(given, gate_up: torch.Tensor) -> None:
+    """Compare saved pre-activations, row by row, with what they are."""
+    experts = given.gate_up.shape[0]
+    schedule = build_schedule(given.ids[None], num_experts=experts, rank=0)
+    top_k, checked = given.ids.shape[1], 0
+    for row, slot in enumerate(schedule.source_slot[: len(gate_up)].tolist()):
+        if slot >= 0:
+            expert = int(schedule.block_expert[row // ROW_BLOCK])
+            want = given.gate_up[expert].double() @ given.x[slot // top_k].double()
+            assert relative_l2(gate_up[row], want) < TOLERANCE
+            checked += 1
+    assert checked
+
+
+SMALL = Sizes()
+UNEVEN = Sizes(tokens=40, hidden=320, inner=192, experts=6, top_k=3, limit=1.0, nan_neighbours=True)
+PLAIN = Layout()
+#: What bits do not depend on: ring and minibatch, saved rows, CTAs and how many of them are resident, tuning.
+LAYOUTS = [
+    (PLAIN, {}),
+    (replace(PLAIN, ring_rows=512, minibatch_rows=256, saved_rows=256, num_sms=1), {}),
+    (replace(PLAIN, saved_rows=128, num_sms=5, deadline_s=30.0), dict(resident=2)),
+    (replace(PLAIN, ring_rows=1024, tuning=Tuning(stages=2, slots=5, piece=16)), dict(resident=1)),
+    (replace(PLAIN, num_sms=7, tuning=Tuning(stages=3, slots=5, store_warps=1, dispatch_warps=2)), dict(resident=4)),
+]
+
+
+def test_small_layer_and_its_layouts():
+    check_emulated(SMALL, LAYOUTS[:2])
+
+
+def test_partial_tiles_beside_nan():
+    check_emulated(replace(UNEVEN, tokens=20), [LAYOUTS[2]])
+
+
+@pytest.mark.parametrize("sizes", [Sizes(tokens=1, top_k=1), Sizes(tokens=9, routing="none")], ids=["one", "none"])
+def test_one_token_and_no_route(sizes):
+    check_emulated(sizes, [LAYOUTS[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("sizes", [SMALL, UNEVEN, Sizes(tokens=300, experts=2)], ids=["small", "uneven", "long"])
+def test_all_layouts(sizes, routing):
+    check_emulated(replace(sizes, routing=routing), LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SMALL, UNEVEN], ids=["small", "uneven"])
+def test_many_schedules(sizes):
+    check_emulated(sizes, LAYOUTS, range(20))
+
+
+@pytest.mark.slow
+def test_shallow_stages():
+    """In a layout of its own, because the emulator's sums depend on the depth of a product; a GPU's do not."""
+    check_emulated(UNEVEN, [(replace(PLAIN, tuning=Tuning(depth=32, stages=6, slots=5)), {})])
+
+
+@pytest.mark.slow
+def test_beside_a_kernel_that_holds_sms():
+    sizes = replace(SMALL, tokens=150, experts=2)
+    want = emulated(sizes, PLAIN)
+    given = make_inputs(sizes)
+
+    def build(emu):
+        emu.hold_sms(3)
+        return Prepared(given, sizes, replace(PLAIN, num_sms=6)).emulate(emu)
+
+    report = sweep(build, range(10), resident=4)
+    report.raise_first()
+    assert torch.equal(report.outputs["out"], want["out"])
+
+
+def test_a_lost_piece_ends_in_nan_and_a_record(tmp_path):
+    """A row block that never comes: every role gives up, the kernel ends, the output is NaN, the host is told."""
+    broken = planted(tmp_path, "dispatch", "publish(counters.x_ready + block, 1", "publish(counters.x_ready + block, 0")
+    prepared = []
+
+    def build(emu):
+        prepared.append(Prepared(make_inputs(SMALL), SMALL, replace(PLAIN, deadline_s=0.5)))
+        return prepared[-1].emulate(emu, broken)
+
+    sweep(build, [0]).raise_first()
+    assert prepared[-1].outputs["out"].isnan().all()
+    with pytest.raises(KernelTimeout, match="load waited for the rows of a task .row block 0 first"):
+        trouble.check(prepared[-1].workspace)
+    trouble.check(prepared[-1].workspace)
+
+
+# -------------------------------------------------------------------------------------------------------- planted bugs
+
+_MODULES = {m.__name__.split(".")[-1]: m for m in (dispatch, load, math, order, parts, store, kernel)}
+_number = itertools.count()
+#: What a read that nothing orders may be called.
+RACES = {"unordered", "uninitialised", "slot-reuse", "acquire", "release"}
+
+
+def planted(folder: Path, stem: str, old: str, new: str):
+    """The layer's kernel with one edit in one of its modules; the old text is there exactly once."""
+
+    def module(name: str, text: str):
+        path = folder / f"planted_{next(_number)}_{name}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.modules[path.stem] = made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return path.stem
+
+    text = Path(_MODULES[stem].__file__).read_text()
+    assert text.count(old) == 1, f"{text.count(old)} times: {old!r}"
+    edited = module(stem, text.replace(old, new))
+    if stem != "kernel":
+        text = Path(kernel.__file__).read_text()
+        edited = module("kernel", text.replace(f"from moeloom.kernels.forward.{stem} import", f"from {edited} import"))
+    return sys.modules[edited].forward
+
+
+#: What is wrong; module, text, what stands there instead; the kinds of alarm that are right for it.
+PLANTS = [
+    ("a piece is not published", "dispatch", "x_ready + block, 1,", "x_ready + block, 0,", {"deadlock"}),
+    (
+        "dispatch does not wait for the ring's slot",
+        "dispatch",
+        "if block >= sizes.ring:",
+        "if block >= sizes.capacity:",
+        {"slot-reuse", "unordered"},
+    ),
+    ("rows are read one piece too early", "load", "x_ready + block, PIECES,", "x_ready + block, PIECES - 1,", RACES),
+    (
+        "no proxy fence before bulk loads of rows",
+        "load",
+        'PIECES, counters.deadline_ns, off, "gpu", True',
+        'PIECES, counters.deadline_ns, off, "gpu", False',
+        {"proxy-fence"},
+    ),
+    (
+        "hidden rows are read one tile too early",
+        "load",
+        "h_ready + block, sizes.gate_up_tiles,",
+        "h_ready + block, sizes.gate_up_tiles - 1,",
+        RACES,
+    ),
+    ("sums do not wait", "load", "target = sizes.blocks * sizes.down_tiles", "target = 0", RACES),
+    ("the ring has one slot less for the loader", "load", "block % sizes.ring)", "block % (sizes.ring - 1))", RACES),
+    (
+        "a stage is given back while it is read",
+        "math",
+        "a.empty.index((step + a.count - 1) % a.count), pred=k > 0",
+        "a.empty.index(step % a.count), pred=k > 0",
+        {"slot-reuse", "mbarrier", "deadlock"},
+    ),
+    (
+        "no fence before the store warps' bulk stores",
+        "math",
+        "    fence_async_shared()\n",
+        "    pass\n",
+        {"proxy-fence"},
+    ),
+    ("the sum is not waited for by wgmma", "math", "mma_wait(0, deps", "mma_wait(1, deps", {"before-wait"}),
+    (
+        "hidden rows are published before they are written",
+        "store",
+        'publish(counters.h_ready + block, 1, "gpu", True)',
+        'publish(counters.h_ready + block, 1, "gpu", False)',
+        {"bulk-wait", "publish-order"},
+    ),
+    (
+        "a down tile is not counted",
+        "store",
+        "publish(counters.d_done + block, 1,",
+        "publish(counters.d_done + block, 0,",
+        {"deadlock"},
+    ),
+    (
+        "store does not wait for the ring's slot",
+        "store",
+        "if block >= sizes.ring:",
+        "if block >= sizes.capacity:",
+        {"slot-reuse", "unordered"},
+    ),
+    (
+        "an output buffer is given back while it is read",
+        "store",
+        "        bulk_wait(0)\n        outbox.release(out)\n        out += 1\n    return out\n\n\n@gluon.jit\ndef _write_saved",
+        "        outbox.release(out)\n        out += 1\n    return out\n\n\n@gluon.jit\ndef _write_saved",
+        {"bulk-buffer", "slot-reuse"},
+    ),
+    ("padding rows are pushed", "store", "hidden, (slot >= 0) &", "hidden, (slot >= -1) &", {"assertion", *RACES}),
+    ("one reader of the mail", "kernel", "init_ring(mail, 2)", "init_ring(mail, 1)", {"mbarrier", "deadlock", *RACES}),
+]
+FAST_PLANTS = ("dispatch does not wait for the ring's slot", "hidden rows are published before they are written")
+
+
+def check_plant(folder: Path, stem: str, old: str, new: str, kinds: set[str]) -> None:
+    sizes = Sizes(tokens=40, inner=192, experts=6)
+    given, broken = make_inputs(sizes), planted(folder, stem, old, new)
+    build = lambda emu: Prepared(given, sizes, PLAIN).emulate(emu, broken)  # noqa: E731
+    report = sweep(build, range(12), same_bits=False, processes=1, max_steps=200_000)
+    assert report.alarms, "not caught"
+    assert report.alarms[0][1].kind in kinds, report.alarms[0][1]
+
+
+@pytest.mark.parametrize("plant", [p for p in PLANTS if p[0] in FAST_PLANTS], ids=lambda p: p[0])
+def test_planted_bugs_are_caught(plant, tmp_path):
+    check_plant(tmp_path, *plant[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [p for p in PLANTS if p[0] not in FAST_PLANTS], ids=lambda p: p[0])
+def test_all_planted_bugs_are_caught(plant, tmp_path):
+    check_plant(tmp_path, *plant[1:])
