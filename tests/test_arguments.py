@@ -173,7 +173,7 @@ def test_checked_weights(bad):
 @pytest.mark.parametrize(
     "changes,message",
     [
-        (dict(backend="fast"), "backend must be one of auto, reference, torch; got 'fast'"),
+        (dict(backend="fast"), "backend must be one of auto, reference, torch, hopper; got 'fast'"),
         (dict(minibatch_rows=100), "minibatch_rows must be an integer >= 128 and a multiple of 128; got 100. Try 128"),
         (dict(minibatch_rows=0), "minibatch_rows"),
         (dict(minibatch_rows=128, ring_rows=128), "ring_rows must be an integer >= 256"),

@@ -14,28 +14,29 @@ import torch
 from moeloom.errors import ArgumentError, ToolchainError
 
 try:
-    from moeloom.compat import gl
+    import moeloom.compat  # noqa: F401
 except ToolchainError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from moeloom import MoEConfig, backends, moe
 from moeloom.backends import hopper
 from moeloom.backends.call import Request
-from moeloom.backends.hopper.backward import rows_of
-from moeloom.backends.hopper.forward import wave_rows
+from moeloom.backends.hopper import backward_pass, forward_pass
+from moeloom.backends.hopper.backward_pass import rows_of
+from moeloom.backends.hopper.forward_pass import wave_rows
 from moeloom.backends.torch.routing import sort_routes
-from moeloom.config import ROW_BLOCK, capacity_rows
+from moeloom.config import ROW_BLOCK
 from moeloom.emulator import Emulator, sweep
 from moeloom.errors import KernelTimeout
 from moeloom.kernels import schedule as device_schedule
 from moeloom.kernels.forward import dispatch, kernel, load, math, order, parts, store
 from moeloom.runtime import trouble
-from moeloom.runtime.tuning import Parts, Tuning
+from moeloom.runtime.tuning import Tuning
 from moeloom.runtime.workspace import Shape, WorkspacePool, make_workspace
 from moeloom.schedule import build_schedule
-from tests.cases import ROUTINGS, route
-from tests.hopper import Layout, Prepared, Sizes, answer, make_inputs, poison
-from tests.oracle import relative_l2
+from tests.cases import ROUTINGS, Case, route, run
+from tests.hopper import Inputs, Layout, Prepared, Sizes, answer, make_inputs, poison
+from tests.oracle import dense, relative_l2
 
 #: Rounding of the result to bf16 is what is left beside the answer.
 TOLERANCE = 4e-3
@@ -172,7 +173,7 @@ def check_saved(given, gate_up: torch.Tensor) -> None:
             want = given.gate_up[expert].double() @ given.x[slot // top_k].double()
             assert relative_l2(gate_up[row], want) < TOLERANCE
             checked += 1
-    assert checked
+    assert checked == int((schedule.source_slot[: len(gate_up)] >= 0).sum())
 
 
 SMALL = Sizes()
@@ -373,3 +374,164 @@ def test_planted_bugs_are_caught(plant, tmp_path):
 @pytest.mark.parametrize("plant", [p for p in PLANTS if p[0] not in FAST_PLANTS], ids=lambda p: p[0])
 def test_all_planted_bugs_are_caught(plant, tmp_path):
     check_plant(tmp_path, *plant[1:])
+
+
+# -------------------------------------------------------------------------------------------------------- the backend
+
+
+def request(**change) -> Request:
+    facts = dict(device=torch.device("cpu"), dtype=torch.bfloat16, hidden=128, inner=64, local_experts=4, top_k=2)
+    return Request(**(facts | dict(ranks=1, shared=False) | change))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(), None),
+        (dict(dtype=torch.float32), "operands are torch.float32"),
+        (dict(hidden=96), "H = 96 is no multiple of 64"),
+        (dict(inner=32), "I = 32"),
+        (dict(top_k=17), "top_k = 17"),
+        (dict(local_experts=513), "513 experts"),
+        (dict(ranks=2), "2 ranks"),
+        (dict(shared=True), "shared experts"),
+    ],
+)
+def test_what_the_backend_takes(change, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    asked = request(device=torch.device("cuda"), **change)
+    found = hopper.why_unsupported(asked)
+    assert found is None if reason is None else reason in found
+    assert backends.automatic("cuda", asked)[0] == ("hopper" if reason is None else "torch")
+    if reason:
+        with pytest.raises(ArgumentError, match="backend must be able to run this call; got 'hopper': .*Use backend"):
+            backends.choose("hopper", "cuda", asked)
+
+
+def test_other_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert "10.0, not 9.0" in hopper.why_unsupported(request(device=torch.device("cuda")))
+    x, ids = torch.zeros(3, 128, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+    weights = torch.zeros(4, 128, 128, dtype=torch.bfloat16), torch.zeros(4, 128, 64, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="the device is 'cpu', not CUDA"):
+        moe(x, ids, torch.ones(3, 1), *weights, config=MoEConfig(backend="hopper"))
+
+
+def emulated_run(call, keep: int):
+    """What :func:`moeloom.backends.hopper.forward_pass.run` does, in the emulator."""
+    given = Inputs(call.x, call.topk_ids, call.topk_weights, call.gate_up_proj, call.down_proj)
+    prepared = Prepared(given, Sizes(limit=call.swiglu_limit), replace(PLAIN, saved_rows=keep))
+    emu = Emulator(0, races=False)
+    prepared.emulate(emu)
+    emu.run()
+    return prepared.outputs["out"], prepared.operands.rows_per_expert, prepared.outputs.get("gate_up")
+
+
+def test_gradients_whatever_is_saved(monkeypatch):
+    """Through the function that users call, with the kernels in the emulator."""
+    monkeypatch.setattr(backends, "choose", lambda *_: hopper)
+    for module in (forward_pass, backward_pass):
+        monkeypatch.setattr(module, "run", emulated_run)
+    case = Case(tokens=24, hidden=128, inner=64, experts=3, top_k=2, routing="ragged", dtype=torch.bfloat16)
+    want, first = dense(case.make()), None
+    for saved_rows in (None, 0):
+        got = run(case.make(), config=MoEConfig(backend="hopper", saved_rows=saved_rows))
+        first = got if first is None else first
+        for name in want:
+            assert relative_l2(got[name], want[name]) < 2e-2, name
+            assert torch.equal(got[name], first[name]), name
+
+
+def test_tuning_and_minibatches():
+    assert wave_rows(2048, 132) == 8 * ROW_BLOCK and wave_rows(1024, 132) == 16 * ROW_BLOCK
+    assert wave_rows(1 << 20, 132) == ROW_BLOCK
+    assert Tuning().copy_box(7168) == (4, 1024) and Tuning().copy_box(4096) == (1, 4096)
+    assert Tuning(piece=1).copy_box(64) == (1, 256)
+    for wrong in (dict(depth=16), dict(stages=5), dict(piece=3), dict(registers=100)):
+        with pytest.raises(ArgumentError, match="tuning"):
+            Tuning(**wrong)
+
+
+def test_workspaces_grow_and_are_shared():
+    pool, shape = WorkspacePool(), Shape(torch.device("cpu"), 64, 64, 2, 1, 2, 256)
+    small = pool.take(shape, 10)
+    assert pool.take(shape, 3) is small and pool.take(replace(shape, ring_rows=512), 3) is not small
+    large = pool.take(shape, 20)
+    assert large is not small and large.max_tokens == 20 and pool.take(shape, 10) is large
+    assert small.slots.shape == (20, 64) and small.bytes > 20 * 64 * 2
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+GPU = Layout(num_sms=132, deadline_s=20.0, saved_rows=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(tokens=300, hidden=320, inner=192, experts=6, top_k=3, limit=1.0, nan_neighbours=True),
+        Sizes(tokens=200, hidden=576, inner=1088, experts=16, top_k=4),
+        Sizes(tokens=150, hidden=256, inner=64, experts=300, top_k=8),
+    ],
+    ids=["uneven", "wide", "many"],
+)
+def test_answer_on_the_gpu(sizes, routing):
+    sizes = replace(sizes, routing=routing)
+    given = make_inputs(sizes)
+    want, got = answer(given, sizes.limit), Prepared(given.to("cuda"), sizes, GPU).run()
+    assert relative_l2(got["out"].cpu(), want) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_bits_on_the_gpu():
+    """1,000 runs beside another stream; layouts, tunings and numbers of CTAs."""
+    sizes = Sizes(tokens=300, hidden=512, inner=256, experts=8, top_k=4)
+    given = make_inputs(sizes).to("cuda")
+    call = Prepared(given, sizes, GPU)
+    want = call.run()["out"].clone()
+    side, other = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for _ in range(1000):
+        with torch.cuda.stream(side):
+            other.mul_(1.0)
+        call.outputs["out"].fill_(float("nan"))
+        assert torch.equal(call.run()["out"], want)
+    layouts = [replace(layout, deadline_s=20.0) for layout, _ in LAYOUTS]
+    layouts += [replace(GPU, num_sms=n) for n in (1, 7, 78, 114)]
+    layouts += [replace(GPU, tuning=Tuning(depth=32, stages=6, slots=5))]
+    for layout in layouts:
+        assert torch.equal(Prepared(given, sizes, layout).run()["out"], want), layout
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_routes():
+    sizes = Sizes(tokens=300, hidden=512, inner=256, experts=8, top_k=4)
+    given = make_inputs(sizes).to("cuda")
+    call = Prepared(given, sizes, GPU)
+    call.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run()
+    for seed, routing in enumerate(ROUTINGS):
+        new = make_inputs(replace(sizes, seed=seed, routing=routing)).to("cuda")
+        for name, tensor in vars(new).items():
+            getattr(given, name).copy_(tensor)
+        graph.replay()
+        got = call.outputs["out"].clone()
+        assert torch.equal(got, Prepared(new, sizes, GPU).run()["out"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("saved_rows", [None, 0])
+def test_layer_on_the_gpu(saved_rows, poison):
+    """All gradients, through the function that users call, against fp64; equal whatever is saved."""
+    case = Case(tokens=300, hidden=256, inner=192, experts=8, top_k=3, routing="ragged", dtype=torch.bfloat16)
+    inputs = case.make()
+    moved = replace(inputs, **{n: v.cuda() for n, v in vars(inputs).items() if isinstance(v, torch.Tensor)})
+    config = MoEConfig(backend="hopper", saved_rows=saved_rows)
+    got, want, all_saved = run(moved, config=config), dense(inputs), run(moved, config=MoEConfig(backend="hopper"))
+    for name in want:
+        assert relative_l2(got[name].cpu(), want[name]) < 2e-2, name
+        assert torch.equal(got[name], all_saved[name]), name

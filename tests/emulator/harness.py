@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from moeloom.compat import GluonASTSource, TensorDescriptor, gl, triton
+from moeloom.compat import GluonASTSource, GPUTarget, TensorDescriptor, gl, triton
 
 FOLDER = Path(__file__).parent
 GUARD_BYTES = 4096
@@ -214,8 +214,6 @@ def _described(value: object) -> tuple[str, list]:
 
 def compiled(launch: Launch, *, arch: int = 90):
     """Compile the kernel of a launch for a GPU architecture; needs no GPU. Returns triton's compiled kernel."""
-    from triton.backends.compiler import GPUTarget
-
     names, fixed = launch.kernel.arg_names, {p.name for p in launch.kernel.params if p.is_constexpr}
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(names):

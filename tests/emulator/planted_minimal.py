@@ -255,6 +255,20 @@ MINIMAL = [
         "ring.two_proxies",
         ("value)\n        thread_barrier()", "value)"),
     ),
+    bug(
+        "all warps read what one thread has acquired",
+        "barrier",
+        "polling.arrives",
+        without(
+            "# The fence orders the polling thread alone; the others follow it through the barrier.\n    thread_barrier()"
+        ),
+    ),
+    bug(
+        "all warps write where one thread has acquired",
+        "barrier",
+        "ring.two_proxies",
+        ('fence_acq_rel("gpu")\n        thread_barrier()\n        gl.store', 'fence_acq_rel("gpu")\n        gl.store'),
+    ),
     # ---- proxy-fence
     bug("registers to a bulk store", "proxy-fence", "copy.boxes2", without("fence_async_shared()")),
     bug("the result of a GEMM to a bulk store", "proxy-fence", "gemm.shared", without("fence_async_shared()")),

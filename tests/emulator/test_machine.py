@@ -352,20 +352,39 @@ def test_a_cta_may_not_end_while_a_bulk_store_reads():
 
 
 @gluon.jit
-def uses_scan(x):
+def uses_scan(x, REVERSE: gl.constexpr):
     i = gl.arange(0, 128, LAYOUT)
-    gl.store(x + i, gl.associative_scan(gl.load(x + i), 0, first_of))
+    gl.store(x + i, gl.associative_scan(gl.load(x + i), 0, twice_and, REVERSE))
 
 
 @gluon.jit
-def first_of(a, b):
-    return a
+def twice_and(a, b):
+    return 2 * a + b
+
+
+def test_scan():
+    start = torch.arange(128, dtype=torch.int32) % 5
+    for backwards in (False, True):
+        x, want, total = start.clone(), [], 0
+        for value in reversed(start.tolist()) if backwards else start.tolist():
+            total = (2 * total + value) % 2**32
+            want.append(total - 2**32 * (total >= 2**31))
+        emu = Emulator(0)
+        emu.launch(uses_scan, 1, (x, backwards))
+        emu.run()
+        assert x.tolist() == (want[::-1] if backwards else want)
+
+
+@gluon.jit
+def uses_high_product(x):
+    i = gl.arange(0, 128, LAYOUT)
+    gl.store(x + i, gl.umulhi(gl.load(x + i), i))
 
 
 def test_what_is_not_emulated_is_said():
     emu = Emulator(0)
-    emu.launch(uses_scan, 1, (torch.zeros(128, dtype=torch.int32),))
-    with pytest.raises(NotEmulated, match="associative_scan"):
+    emu.launch(uses_high_product, 1, (torch.zeros(128, dtype=torch.int32),))
+    with pytest.raises(NotEmulated, match="umulhi"):
         emu.run()
     with pytest.raises(NotEmulated, match="no @gluon.jit function"):
         Emulator(0).launch(len, 1, ())

@@ -75,6 +75,9 @@ WITNESSES = [
         REPAIRED,
     ),
     Witness(
+        "barrier", "all warps read what one thread has acquired", "polling.arrives", "fence.gpu", "load", ("barrier",)
+    ),
+    Witness(
         "barrier",
         "rows are published before all warps have pulled",
         LAYER,

@@ -74,6 +74,76 @@ class KernelSpec:
         return self.tensor_core
 
 
+_SCHEDULE_INPUTS = {
+    "ids": "*i64:16",
+    "counts": "*i32:16",
+    "num_routes": "i32",
+    "run": "i32",
+    "first_expert": "i32",
+    "experts": "i32",
+}
+_SCHEDULE_TABLES = {
+    "row_rank": "*i32:16",
+    "row_slot": "*i32:16",
+    "block_expert": "*i32:16",
+    "block_rows": "*i32:16",
+    "rows_per_expert": "*i64:16",
+    "facts": "*i32:16",
+    "counters": "*i32:16",
+    "pointers": "*i64:16",
+    "x": "*bf16:16",
+    "slots": "i32",
+    "capacity_blocks": "i32",
+    "num_counters": "i32",
+    "rank": "i32",
+}
+_FORWARD = {
+    "x_ring_desc": Descriptor("bf16", (128, 64)),
+    "hidden_ring_desc": Descriptor("bf16", (128, 64)),
+    "hidden_out_desc": Descriptor("bf16", (128, 64)),
+    "gate_up_proj": Descriptor("bf16", (1, 128, 64)),
+    "down_proj": Descriptor("bf16", (1, 256, 64)),
+    "gate_up": Descriptor("bf16", (128, 1, 64)),
+    "x_ring": "*bf16:16",
+    "x_pointers": "*i64:16",
+    "slot_pointers": "*i64:16",
+    "row_rank": "*i32:16",
+    "row_slot": "*i32:16",
+    "block_expert": "*i32:16",
+    "facts": "*i32:16",
+    "counters": "*i32:16",
+    "trouble": "*i32:16",
+    "alarm": "*i64:16",
+    "topk_ids": "*i64:16",
+    "topk_weights": "*fp32:16",
+    "out": "*bf16:16",
+    "deadline_us": "i32",
+    "limit": "fp32",
+    "rank": "i32",
+    "tokens": "i32",
+    "H": "i32:16",
+    "I": "i32:16",
+    "experts": "i32",
+    "capacity": "i32",
+    "minibatch": "i32",
+    "ring": "i32",
+    "saved": "i32",
+}
+#: As :class:`moeloom.runtime.tuning.Tuning` has it by default.
+_FORWARD_FIXED = {
+    "RANKS": 1,
+    "DEPTH": 64,
+    "STAGES": 4,
+    "SLOTS": 2,
+    "PIECE": 4,
+    "STORE_WARPS": 2,
+    "DISPATCH_WARPS": 1,
+    "REGISTERS": 104,
+    "DISPATCH": True,
+    "PUSH": True,
+    "SUMS": True,
+}
+
 #: Every kernel of this package.
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
@@ -90,6 +160,35 @@ REGISTRY: tuple[KernelSpec, ...] = (
             "deadline_ns": "i64",
         },
         constexprs={"SLOTS": 64},
+    ),
+    *(
+        KernelSpec(
+            name=f"schedule/{name}_{experts}",
+            kernel=f"moeloom.kernels.schedule:{name}_routes",
+            signature=_SCHEDULE_INPUTS | more,
+            constexprs={"EXPERTS": experts},
+            num_warps=8,
+        )
+        for name, more in (("count", {}), ("place", _SCHEDULE_TABLES))
+        for experts in (64, 512)
+    ),
+    *(
+        KernelSpec(
+            name=f"forward/{name}",
+            kernel="moeloom.kernels.forward.kernel:forward",
+            signature=_FORWARD,
+            constexprs=_FORWARD_FIXED | {"TOP_K": top_k, "CLAMP": clamp, "HEIGHT": 4096 // width, "WIDTH": width},
+            num_warps=8,
+            maxnreg=168,
+            architectures=("90a",),
+            tensor_core="HGMMA",
+        )
+        for name, top_k, clamp, width in (
+            ("kimi", 8, False, 1024),
+            ("glm", 8, False, 2048),
+            ("qwen", 10, False, 4096),
+            ("deepseek", 6, True, 1024),
+        )
     ),
 )
 

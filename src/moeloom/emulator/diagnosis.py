@@ -12,7 +12,7 @@ from moeloom.emulator.sites import kernel_lines, line_text
 from moeloom.emulator.values import Value
 
 _WHY = {
-    "barrier": "no partition barrier stands between the other threads' accesses and the release",
+    "barrier": "no partition barrier stands between the other threads' accesses and the release or after the acquire",
     "bulk-wait": "the bulk store is not complete when it is published: wait for it, and not with .read only",
     "scope": "the scope of the release, the acquire or the fence does not contain both sides",
     "release": "the writer's side publishes without release semantics",

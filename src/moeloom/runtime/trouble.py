@@ -1,8 +1,8 @@
 """What a kernel writes when a wait lasted longer than its deadline, and the error that it becomes.
 
 ``trouble`` is int32 [16] on the device: words 0, 1, 2 count the dispatch, load and store roles that gave up, words 8,
-9, 10 hold 1 + the row block at which the first of each did. ``alarm`` is one int32 of the host that any of them sets,
-so that the host sees trouble without waiting for the device.
+9, 10 hold 1 + the row block at which the first of each did, word 15 counts them all. ``alarm`` is one int32 of the
+host that the first of them sets, so that the host sees trouble without waiting for the device.
 """
 
 from __future__ import annotations

@@ -59,17 +59,17 @@ def _no_toolchain() -> str | None:
 
 
 def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, SavedCall | None]:
-    """Run the layer; see :func:`moeloom.backends.hopper.forward.forward`."""
-    from moeloom.backends.hopper import forward as module
+    """Run the layer; see :func:`moeloom.backends.hopper.forward_pass.run_forward`."""
+    from moeloom.backends.hopper.forward_pass import run_forward
 
-    return module.forward(call, save=save)
+    return run_forward(call, save=save)
 
 
 def backward(call: LayerCall, saved: SavedCall, d_out: Tensor, wanted: Wanted) -> Gradients:
-    """Compute the gradients of one call; see :func:`moeloom.backends.hopper.backward.backward`."""
-    from moeloom.backends.hopper import backward as module
+    """Compute the gradients of one call; see :func:`moeloom.backends.hopper.backward_pass.run_backward`."""
+    from moeloom.backends.hopper.backward_pass import run_backward
 
-    return module.backward(call, saved, d_out, wanted)
+    return run_backward(call, saved, d_out, wanted)
 
 
 __all__ = ["backward", "forward", "why_unsupported"]

@@ -59,6 +59,7 @@ def _proxy_fence(r: _Registers, where: str | None) -> None:
     agent.note("proxy fence")
     rows = {None: (GLOBAL, SHARED), ".global": (GLOBAL,)}.get(where, (SHARED,))
     agent.clock.fence(*rows)
+    agent.elect.fence(*rows)
 
 
 def _fence(r: _Registers, scope: str) -> None:

@@ -104,9 +104,12 @@ def fence(agent: Agent, scope: str) -> None:
     """An acquire-release fence: relaxed reads before it have acquired, relaxed writes after it release."""
     seen = agent.seen.get(scope)
     if seen is not None:
-        agent.clock.join(seen)
+        # Thread 0 polled, so its fence is the one that acquires; the others learn of it at the next barrier.
+        agent.elect.join(seen)
     if agent.machine.diagnose and "sys" in agent.seen:
         agent.clock.join_rows(agent.seen["sys"], rows_of("scope", "all"))
+        if seen is not None:
+            agent.clock.join_rows(seen, rows_of("barrier"))
     agent.note("release fence")
     agent.fenced[scope] = agent.released()
 

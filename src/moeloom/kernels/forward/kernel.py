@@ -21,6 +21,40 @@ def num_counters(capacity_blocks: int) -> int:
     return 3 * LINE + 3 * capacity_blocks
 
 
+@gluon.jit
+def _sizes(facts, capacity, minibatch, ring, saved, H, I, tokens, experts):  # noqa: E741
+    blocks = gl.load(facts)
+    return Sizes(
+        blocks,
+        gl.to_tensor(capacity),
+        gl.to_tensor(minibatch),
+        gl.to_tensor(ring),
+        gl.to_tensor(saved),
+        (gl.to_tensor(I) + HALF - 1) // HALF,
+        (gl.to_tensor(H) + COLUMNS - 1) // COLUMNS,
+        gl.to_tensor(H),
+        gl.to_tensor(I),
+        gl.to_tensor(tokens),
+        gl.to_tensor(experts),
+    )
+
+
+@gluon.jit
+def _flags(counters, capacity, trouble, alarm, deadline_us):
+    of_blocks = counters + 3 * _LINE
+    return Counters(
+        of_blocks,
+        of_blocks + capacity,
+        of_blocks + 2 * capacity,
+        counters,
+        counters + _LINE,
+        counters + 2 * _LINE,
+        trouble,
+        gl.load(alarm).to(gl.pointer_type(gl.int32)),
+        gl.to_tensor(deadline_us).to(gl.int64) * 1000,
+    )
+
+
 # Sizes differ from call to call; the kernel must not be compiled anew for one that is 1, or a multiple of 16. H and I
 # always are multiples, and must be known to be: stores of 16 bytes need it.
 _SIZES = ("deadline_us", "rank", "tokens", "experts", "capacity", "minibatch", "ring", "saved")
@@ -120,21 +154,8 @@ def forward(
     fence_async_shared()
     thread_barrier()
 
-    blocks = gl.load(facts)
-    sizes = Sizes(
-        blocks,
-        gl.to_tensor(capacity),
-        gl.to_tensor(minibatch),
-        gl.to_tensor(ring),
-        gl.to_tensor(saved),
-        (gl.to_tensor(I) + HALF - 1) // HALF,
-        (gl.to_tensor(H) + COLUMNS - 1) // COLUMNS,
-        gl.to_tensor(H),
-        gl.to_tensor(I),
-        gl.to_tensor(tokens),
-        gl.to_tensor(experts),
-    )
-    of_blocks = counters + 3 * _LINE
+    sizes = _sizes(facts, capacity, minibatch, ring, saved, H, I, tokens, experts)
+    flags = _flags(counters, capacity, trouble, alarm, deadline_us)
     tables = Tables(
         x_pointers,
         slot_pointers,
@@ -146,17 +167,6 @@ def forward(
         topk_weights,
         out,
         gl.to_tensor(rank),
-    )
-    flags = Counters(
-        of_blocks,
-        of_blocks + capacity,
-        of_blocks + 2 * capacity,
-        counters,
-        counters + _LINE,
-        counters + 2 * _LINE,
-        trouble,
-        gl.load(alarm).to(gl.pointer_type(gl.int32)),
-        gl.to_tensor(deadline_us).to(gl.int64) * 1000,
     )
     pieces: gl.constexpr = ROWS // PIECE if DISPATCH else 0
     warp_specialize(

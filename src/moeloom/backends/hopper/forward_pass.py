@@ -19,7 +19,7 @@ from moeloom.runtime.workspace import POOL, Shape
 TUNING = Tuning()
 
 
-def forward(call: LayerCall, *, save: bool) -> tuple[Tensor, SavedCall | None]:
+def run_forward(call: LayerCall, *, save: bool) -> tuple[Tensor, SavedCall | None]:
     """Run the layer.
 
     Args:

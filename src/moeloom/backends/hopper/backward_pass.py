@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeloom.backends import torch as torch_backend
 from moeloom.backends.call import Gradients, LayerCall, Wanted
-from moeloom.backends.hopper.forward import run
+from moeloom.backends.hopper.forward_pass import run
 from moeloom.backends.hopper.saved import SavedCall
 from moeloom.backends.torch.exchange import open_exchange
 from moeloom.backends.torch.routing import Routes, sort_routes
@@ -19,7 +19,7 @@ from moeloom.backends.torch.saved import SavedCall as TorchSaved
 from moeloom.config import ROW_BLOCK, capacity_rows
 
 
-def backward(call: LayerCall, saved: SavedCall, d_out: Tensor, wanted: Wanted) -> Gradients:
+def run_backward(call: LayerCall, saved: SavedCall, d_out: Tensor, wanted: Wanted) -> Gradients:
     """Compute the gradients of one call.
 
     Args:
