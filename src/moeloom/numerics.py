@@ -7,7 +7,8 @@ fp32 rows are equal for every number of rows that is a multiple of 16 and for on
 K = 2048 differs, and so does M < 16. The functions here therefore keep to fixed shapes:
 
 - :func:`matmul` cuts K into panels of 512 and adds them in order;
-- a product with a single row or column is padded, because BLAS has other code for vectors;
+- a product with a single row, or with columns that are no multiple of 16, is padded: BLAS has other code for vectors,
+  and cuts columns between threads (AVX2: 24, 40, 72 and 104 columns differ between one thread and three);
 - :func:`rows_matmul` works on blocks of exactly 128 rows, the last one padded;
 - :func:`sigmoid`, :func:`silu` and :func:`silu_backward` are run on whole vectors only;
 - :func:`fold_sum_` adds in a fixed binary tree made of elementwise additions, which IEEE 754 rounds one way only.
@@ -27,6 +28,9 @@ K_PANEL = 512
 TOKEN_BLOCK = 128
 #: Row counts of tail blocks are padded to a multiple of this.
 ROW_STEP = 16
+#: Columns of a product are padded to a multiple of this: MKL cuts them between threads, and on AVX2 the pieces of 24,
+#: 40, 72 or 104 columns take other kernels with three or four threads than with one.
+COLUMN_STEP = 16
 #: Elements that torch gives to one thread without cutting (its grain size).
 _PIECE = 32768
 #: Elements; a multiple of what vectorised loops take at once on every CPU (two registers of 16 fp32 at most).
@@ -58,8 +62,8 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | 
     wide = accumulate_dtype(a.dtype)
     a, b = a.to(wide), b.to(wide)
     k = a.shape[1]
-    if not a.is_cuda and 1 in (a.shape[0], b.shape[1]):
-        return _thin_matmul(a, b, out=out, add_to=add_to)
+    if not a.is_cuda and (a.shape[0] == 1 or b.shape[1] % COLUMN_STEP):
+        return _padded_matmul(a, b, out=out, add_to=add_to)
     if add_to is not None:
         total, start = add_to, 0
     elif not k:
@@ -73,11 +77,12 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add_to: Tensor | 
     return total if out is None or out is total else out.copy_(total)
 
 
-def _thin_matmul(a: Tensor, b: Tensor, *, out: Tensor | None, add_to: Tensor | None) -> Tensor:
-    """Do :func:`matmul` with one row or column, padded: BLAS rounds vectors another way, depending on their place."""
+def _padded_matmul(a: Tensor, b: Tensor, *, out: Tensor | None, add_to: Tensor | None) -> Tensor:
+    """Do :func:`matmul` with a single row, or columns that are no multiple of 16, padded with zeros."""
     m, n = a.shape[0], b.shape[1]
     fat_a = a if m > 1 else torch.cat([a, a.new_zeros(ROW_STEP - 1, a.shape[1])])
-    fat_b = b if n > 1 else torch.cat([b, b.new_zeros(b.shape[0], ROW_STEP - 1)], dim=1)
+    more = -n % COLUMN_STEP
+    fat_b = torch.cat([b, b.new_zeros(b.shape[0], more)], dim=1) if more else b
     total = matmul(fat_a, fat_b)[:m, :n]
     if add_to is not None:
         return add_to.add_(total)

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 WORDS = [
     (re.compile(pattern), word)
     for pattern, word in (
-        (r"cp\.async\.bulk\.tensor\S*\.shared::cluster\.global", "bulk-load"),
+        (r"cp\.async\.bulk\.tensor\S*\.shared::(?:cluster|cta)\.global", "bulk-load"),
         (r"cp\.async\.bulk\.tensor\S*\.global\.shared::cta", "bulk-store"),
         (r"cp\.async\.bulk\.wait_group\.read", "bulk-wait-read"),
         (r"cp\.async\.bulk\.wait_group", "bulk-wait"),
         (r"fence\.proxy\.async\.shared::cta", "proxy-fence-shared"),
         (r"fence\.proxy\.async", "proxy-fence"),
         (r"fence\.acq_rel\.(\w+)", r"fence.\1"),
-        (r"(?:atom|ld|st)\.global\.(\w+)\.(relaxed|acquire|release)\S*", r"\2.\1"),
+        (r"(?:atom|red|ld|st)\.global\.(\w+)\.(relaxed|acquire|release)\S*", r"\2.\1"),
         (r"st\.global", "store"),
         (r"ld\.global", "load"),
         (r"stmatrix", "store-matrix"),

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 #: Shared memory that a Hopper CTA can have.
 MOST_SHARED_BYTES = 227 * 1024
 KINDS = ("barrier", "release", "acquire", "proxy-fence", "bulk-wait", "scope", "publish-order", "bulk-buffer")
-#: The first Triton version that puts a barrier before a release by itself.
-REPAIRED = (3, 9)
+#: The first Triton versions that put a barrier before a release by themselves, and a proxy fence before a bulk store.
+BARRIERS, PROXY_FENCES = (3, 9), (3, 7)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ WITNESSES = [
         "store",
         "release.gpu",
         ("barrier",),
-        REPAIRED,
+        BARRIERS,
     ),
     Witness(
         "barrier",
@@ -72,7 +72,7 @@ WITNESSES = [
         "store",
         "release.gpu",
         ("barrier",),
-        REPAIRED,
+        BARRIERS,
     ),
     Witness(
         "barrier", "all warps read what one thread has acquired", "polling.arrives", "fence.gpu", "load", ("barrier",)
@@ -84,7 +84,7 @@ WITNESSES = [
         "store",
         "release.gpu",
         ("barrier",),
-        REPAIRED,
+        BARRIERS,
     ),
     Witness(
         "release",
@@ -105,7 +105,9 @@ WITNESSES = [
     ),
     Witness("acquire", "relaxed polling without a fence", "polling.arrives", "relaxed.gpu", "load", ("fence.gpu",)),
     Witness("acquire", "rows are awaited without acquire", LAYER, "relaxed.gpu", "bulk-load", ("fence.gpu", "load")),
-    Witness("proxy-fence", "registers to a bulk store", "copy.boxes2", "store-shared", "bulk-store", FENCES),
+    Witness(
+        "proxy-fence", "registers to a bulk store", "copy.boxes2", "store-shared", "bulk-store", FENCES, PROXY_FENCES
+    ),
     Witness(
         "proxy-fence",
         "a result ring between partitions",
@@ -145,7 +147,7 @@ WITNESSES = [
     Witness("scope", "peers are heard at gpu scope", "ranks.launch_all", "acquire.gpu"),
     Witness("scope", "the fence after polling is of cta scope", "polling.arrives", "fence.cta"),
     Witness(
-        "publish-order", "barrier after release", "polling.arrives", "store", "release.gpu", ("barrier",), REPAIRED
+        "publish-order", "barrier after release", "polling.arrives", "store", "release.gpu", ("barrier",), BARRIERS
     ),
     Witness(
         "publish-order",
