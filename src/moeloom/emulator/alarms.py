@@ -17,7 +17,7 @@ KINDS = {
     "livelock": "no end within the limit of steps",
     "release": "the writer publishes without release semantics",
     "acquire": "the reader looks without acquire semantics",
-    "barrier": "no partition barrier between the other threads' accesses and the release",
+    "barrier": "no partition barrier between the other threads' accesses and the release, or after the acquire",
     "proxy-fence": "ordered, but no proxy fence between generic and asynchronous accesses",
     "scope": "release, acquire or atomic of a scope that does not contain the other side",
     "bulk-wait": "a bulk store is published before its completion was waited for",

@@ -119,6 +119,31 @@ class Index:
         return int(self.index[at])
 
 
+class Run:
+    """Consecutive granules."""
+
+    __slots__ = ("span",)
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.span = slice(start, stop)
+
+    def get(self, a: np.ndarray) -> np.ndarray:
+        """Values at the granules."""
+        return a[self.span]
+
+    def set(self, a: np.ndarray, x: int) -> None:
+        """Write one value to all granules."""
+        a[self.span] = x
+
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        """Copy the values at the granules."""
+        to[self.span] = source[self.span]
+
+    def first(self, at: int) -> int:
+        """Number of the ``at``-th granule."""
+        return self.span.start + at
+
+
 class Box:
     """A regular box of granules: a view of int64 shadow arrays, without index arithmetic for each granule."""
 
@@ -192,11 +217,13 @@ class Shadow:
         # The write before the last; kept in a diagnosing run.
         self.writer_before, self.write_before = self.writer.copy(), self.last_write.copy()
         self.latest_write: dict[int, int] = {}
+        self.unsorted: list[tuple] = []
         self.reads: dict[int, _Reads] = {}
         self.atomics: dict[int, _Reads] = {}
 
     def refine(self, unit: int) -> None:
         """Go on with smaller granules, because accesses do not fill whole ones."""
+        self._sort_reads()
         times = self.unit // unit
         n = -(-self.size // unit)
         self.unit = unit
@@ -205,8 +232,14 @@ class Shadow:
         for table in (*self.reads.values(), *self.atomics.values()):
             table.last = np.repeat(table.last, times)[:n].copy()
 
-    def access(self, where: Index | Box, kind: str, who: Access) -> None:
+    def access(self, where: Index | Run | Box, kind: str, who: Access) -> None:
         """Check one access ("read", "write" or "atomic") against those before it, and note it."""
+        if kind == "read" and self.written and not self.latest_write and not self.atomics and not self.machine.diagnose:
+            # What only the host has written, as weights are: who reads it matters once somebody writes.
+            self.unsorted.append((where, who.comp, who.epoch, who.site))
+            return
+        if self.unsorted:
+            self._sort_reads()
         clock = who.clock
         clock.fit(self.machine.num_components)
         known = clock.m[HAPPENED]
@@ -224,16 +257,23 @@ class Shadow:
             where.set(self.last_write, _packed(who.epoch, who.site))
             self.latest_write[who.comp] = who.epoch
         else:
-            tables = self.reads if kind == "read" else self.atomics
-            table = tables.get(who.comp)
-            if table is None:
-                table = tables[who.comp] = _Reads(len(self.writer))
-            where.set(table.last, _packed(who.epoch, who.site))
-            table.latest = who.epoch
+            self._note(self.reads if kind == "read" else self.atomics, where, who.comp, who.epoch, who.site)
             if self.machine.diagnose:
                 self.machine.read_clocks[who.comp, who.epoch] = clock.copy()
 
-    def _check_writes(self, where: Index | Box, kind: str, who: Access, known: np.ndarray) -> None:
+    def _note(self, tables: dict[int, _Reads], where: Index | Run | Box, comp: int, epoch: int, site: int) -> None:
+        table = tables.get(comp)
+        if table is None:
+            table = tables[comp] = _Reads(len(self.writer))
+        where.set(table.last, _packed(epoch, site))
+        table.latest = epoch
+
+    def _sort_reads(self) -> None:
+        waiting, self.unsorted = self.unsorted, []
+        for where, comp, epoch, site in waiting:
+            self._note(self.reads, where, comp, epoch, site)
+
+    def _check_writes(self, where: Index | Run | Box, kind: str, who: Access, known: np.ndarray) -> None:
         if not self.latest_write:
             if kind == "read" and not self.written:
                 self._unwritten(where, who)
@@ -260,7 +300,7 @@ class Shadow:
             self._race(where.first(at), ("write", comp, found), kind, who, fence)
 
     def _check_table(
-        self, where: Index | Box, what: str, tables: dict[int, _Reads], kind: str, who: Access, known: np.ndarray
+        self, where: Index | Run | Box, what: str, tables: dict[int, _Reads], kind: str, who: Access, known: np.ndarray
     ) -> None:
         for comp, table in tables.items():
             bound = known[comp]
@@ -289,6 +329,6 @@ class Shadow:
         clock.fit(comp + 1)
         return bool(clock.m[HAPPENED, comp] >= int(self.write_before[granule]) >> _SITE_BITS)
 
-    def _unwritten(self, where: Index | Box, who: Access) -> None:
+    def _unwritten(self, where: Index | Run | Box, who: Access) -> None:
         at = int(np.argmax(where.get(self.writer) < 0))
         self.machine.unwritten(self, where.first(at), who)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -217,6 +218,8 @@ class Emulator:
         """
         self.hub = getcurrent()
         state.set_machine(self)
+        collecting = gc.isenabled()
+        gc.disable()  # a run makes very many small objects, hardly any of them garbage
         try:
             with np.errstate(all="ignore"):
                 self._loop()
@@ -229,6 +232,8 @@ class Emulator:
             raise Fault(f"{self.whose()}: assertion failed: {error}", "assertion", self.seed) from error
         finally:
             state.set_machine(None)
+            if collecting:
+                gc.enable()
         if self.findings:
             raise self._race_of_findings()
         return self

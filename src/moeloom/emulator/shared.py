@@ -11,7 +11,7 @@ import numpy as np
 
 from moeloom.emulator import state
 from moeloom.emulator.alarms import Fault, NotEmulated
-from moeloom.emulator.clocks import Access, Box, Index, Shadow
+from moeloom.emulator.clocks import Access, Index, Run, Shadow
 from moeloom.emulator.dtypes import decode, encode, storage
 from moeloom.emulator.values import Value, const, dims
 
@@ -31,7 +31,12 @@ class Allocation:
         per = math.gcd(max(1, _GRANULE // dtype.itemsize), math.prod(shape[1:] or shape))
         count = self.raw.size
         self.granule = (np.arange(count, dtype=np.int32) // per).reshape(shape)
-        self.shadow = Shadow(machine, self.name, count * dtype.itemsize, per * dtype.itemsize, "shared", written=False)
+        # And each has a shadow of its own, so that what happens to the others costs nothing.
+        parts = shape[0] if len(shape) > 2 else 1
+        self.per_part = count // per // parts
+        size, unit = count // parts * dtype.itemsize, per * dtype.itemsize
+        names = [f"{self.name}[{i}]" for i in range(parts)] if parts > 1 else [self.name]
+        self.shadows = [Shadow(machine, name, size, unit, "shared", written=False) for name in names]
 
 
 def _assigned_name() -> str:
@@ -138,6 +143,9 @@ class SharedView:
             lambda x: x.reshape(-1).view(storage(ty))[:count].reshape(shape), ty, const(layout), granule
         )
 
+    #: Its name from Triton 3.9 on.
+    reinterpret = _reinterpret
+
     def write(self, bits: np.ndarray) -> None:
         """Overwrite the storage."""
         if not self._is_view:
@@ -154,17 +162,28 @@ class SharedView:
             return
         if self._where is None:
             self._where = self._selection()
-        self.allocation.shadow.access(self._where, kind, who)
+        for shadow, where in self._where:
+            shadow.access(where, kind, who)
 
-    def _selection(self) -> Box | Index:
-        """The granules of the view: a run of them if its elements lie densely, in whatever order of axes."""
-        granule, expected = self.granule, self.granule.itemsize
+    def _selection(self) -> list[tuple[Shadow, Run | Index]]:
+        """The granules of the view, by part: runs of them if its elements lie densely, in whatever order of axes."""
+        granule, expected, per = self.granule, self.granule.itemsize, self.allocation.per_part
+        numbers = None
         for stride, extent in sorted(zip(granule.strides, granule.shape, strict=True)):
             if extent > 1 and stride != expected:
-                return Index(np.unique(granule))
+                numbers = np.unique(granule)
+                break
             expected *= extent
-        first, last = int(granule[(0,) * granule.ndim]), int(granule[(-1,) * granule.ndim])
-        return Box((last - first + 1,), first, (1,))
+        if numbers is None:
+            numbers = np.arange(granule[(0,) * granule.ndim], granule[(-1,) * granule.ndim] + 1)
+        out = []
+        for part in range(int(numbers[0]) // per, int(numbers[-1]) // per + 1):
+            mine = numbers[numbers // per == part] - part * per
+            if len(mine):
+                first, last = int(mine[0]), int(mine[-1])
+                where = Run(first, last + 1) if last - first + 1 == len(mine) else Index(mine)
+                out.append((self.allocation.shadows[part], where))
+        return out
 
     def load(self, layout: object = None) -> Value:
         """Read into registers."""

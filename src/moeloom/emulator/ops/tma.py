@@ -49,6 +49,7 @@ class Descriptor:
         last = self.offset + size * (1 + sum((n - 1) * s for n, s in zip(self.extents, self.steps, strict=True)))
         if min(self.extents, default=1) > 0 and last > self.buffer.size:
             raise Fault(f"a descriptor reaches {last - self.buffer.size} bytes past {self.buffer.name}", "bounds")
+        self.box_shape = tuple(self.block_shape)
         self.shape = [as_value(n) for n in self.extents]
         self.strides = [as_value(s) for s in self.steps]
         self._bytes = tuple(s * size for s in self.steps)
@@ -112,15 +113,21 @@ def make_tensor_descriptor(
 
 def _place(descriptor: Descriptor, coord: object, view: SharedView) -> list[int]:
     """Coordinates of a box, after checking that it fits the shared memory."""
-    if view.shape != descriptor.block_shape or view.ty != descriptor.dtype:
+    if view.granule.shape != descriptor.box_shape or view.ty != descriptor.dtype:
         text = f"a box of {descriptor.dtype}{descriptor.block_shape} and shared memory of {view.ty}{view.shape}"
         raise Fault(text, "assertion")
     coord = const(coord)
     if len(coord) != len(descriptor.extents):
         raise Fault(f"{len(coord)} coordinates for a descriptor of {len(descriptor.extents)} axes", "assertion")
-    if any(isinstance(c, Value) and np.ndim(c.a) for c in coord):
-        raise NotEmulated("bulk gather and scatter (they are Blackwell's)")
-    return [int(const(c)) for c in coord]
+    at = []
+    for c in coord:
+        c = const(c)
+        if c.__class__ is Value:
+            if np.ndim(c.a):
+                raise NotEmulated("bulk gather and scatter (they are Blackwell's)")
+            c = c.a
+        at.append(int(c))
+    return at
 
 
 def load(
@@ -138,15 +145,15 @@ def load(
     dtype = storage(descriptor.dtype)
     bar.in_flight += dtype.itemsize * result.numel
     if machine.poison:  # from now on, anything may be there
-        result.write(np.full((*result.shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(result.shape))
+        result.write(np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0])
 
     def arrive() -> None:
-        part = descriptor.part(at, result.shape)
+        part, shape = descriptor.part(at, descriptor.block_shape), descriptor.box_shape
         if part is not None:
             descriptor.check(part[0], "read", who)
             box = descriptor._view[part[0]]
-        if part is None or list(box.shape) != result.shape:  # not wholly inside the tensor
-            inside, box = part and box, np.zeros(result.shape, dtype)
+        if part is None or box.shape != shape:  # not wholly inside the tensor
+            inside, box = part and box, np.zeros(shape, dtype)
             if descriptor.padding == "nan":
                 box[...] = encode(np.float32("nan"), descriptor.dtype)
             if part is not None:
