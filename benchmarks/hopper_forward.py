@@ -1,16 +1,18 @@
 """The hopper forward on one GPU: is it right, does it repeat its bits, and where does the time go?
 
-    PYTHONPATH=src python benchmarks/hopper_forward.py --out results.jsonl --seconds 230
+    PYTHONPATH=src python benchmarks/hopper_forward.py --out results.jsonl --seconds 120
 
 Compiles all variants in parallel first, then checks, then times them on the EP8 slices of the four models; prints a
 short table last and appends one JSON object for each result to the file. Each part stands alone: what fails is
-reported, and the rest goes on.
+reported, and the rest goes on. It ends at most 28 seconds after ``--seconds``. What is compared is measured in turns,
+because a device that grows warm grows slow.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import json
 import multiprocessing
 import os
@@ -25,15 +27,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from moeloom import MoEConfig, moe
+from moeloom import MoEConfig, SharedExperts, moe
 from moeloom.backends.hopper.forward_pass import TUNING, wave_rows
 from moeloom.bench.models import MODELS
 from moeloom.config import ROW_BLOCK
 from moeloom.runtime.forward import Operands, forward_launch, schedule_launches
+from moeloom.runtime.plan import CallKind, ForwardPlan
 from moeloom.runtime.tuning import ALL, Parts, Tuning
 from moeloom.runtime.workspace import POOL, Shape
 from moeloom.schedule import build_schedule
+from tests.cases import Case
+from tests.cases import run as run_case
 from tests.hopper import Layout, Prepared, Sizes, answer, make_inputs
+from tests.oracle import dense
 
 #: Variants of the kernel that have to be compiled, by name: how it is cut, and what is left out.
 VARIANTS = {
@@ -104,6 +110,14 @@ class Problem:
             draw(experts, hidden, model.inner, fan=model.inner),
         )
         self.experts, self.device = experts, device
+        if model.shared:
+            gate = draw(hidden, fan=hidden) if model.shared_gate else None
+            self.shared = SharedExperts(
+                draw(2 * model.shared, hidden, fan=hidden), draw(hidden, model.shared, fan=model.shared), gate
+            )
+        else:
+            self.shared = None
+        self.shared_flops = 6 * tokens * hidden * model.shared
         self.flops = 6 * tokens * model.top_k * hidden * model.inner
         self.out = torch.empty_like(self.x)
         self.rows = torch.empty(experts, dtype=torch.int64, device=device)
@@ -129,6 +143,7 @@ class Problem:
             gate_up=self.kept if saved else None,
             limit=self.model.swiglu_limit,
         )
+        self.operands = operands
         layer = forward_launch(
             operands,
             workspace,
@@ -141,16 +156,44 @@ class Problem:
         self.workspace = workspace
         return [*schedule_launches(operands, workspace), layer]
 
-    def moe(self, backend: str) -> torch.Tensor:
+    def plan(self) -> ForwardPlan:
+        """The default launches, bound as the backend does it."""
+        self.launches()
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        saved = 0 if self.kept is None else self.kept.shape[0]
+        limit, rows = self.model.swiglu_limit, wave_rows(self.inner, sms)
+        return ForwardPlan(
+            CallKind(self.tokens, rows, sms, 5.0, TUNING, saved, limit, False), self.operands, self.workspace
+        )
+
+    def moe(self, backend: str, shared: bool = False) -> torch.Tensor:
         return moe(
             self.x,
             self.ids,
             self.weights,
             self.gate_up,
             self.down,
+            shared=self.shared if shared else None,
             swiglu_limit=self.model.swiglu_limit,
             config=MoEConfig(backend=backend),
         )
+
+    def leaves(self, shared: bool) -> list[torch.Tensor]:
+        """Tensors that get a gradient."""
+        more = [self.shared.gate_up_proj, self.shared.down_proj, self.shared.gate] if shared else []
+        return [t for t in (self.x, self.weights, self.gate_up, self.down, *more) if t is not None]
+
+    def step(self, backend: str, shared: bool = False) -> list[torch.Tensor]:
+        """Forward and backward; returns the output and all gradients."""
+        leaves = self.leaves(shared)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        try:
+            out = self.moe(backend, shared)
+            return [out.detach(), *torch.autograd.grad(out, leaves, self.x.detach())]
+        finally:
+            for leaf in leaves:
+                leaf.requires_grad_(False)
 
 
 def run(launches: list) -> None:
@@ -174,6 +217,29 @@ def median_ms(function, seconds: float = 0.12, least: int = 5, most: int = 40) -
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def in_turns_ms(functions: dict, seconds: float = 0.12, rounds: int = 3) -> dict[str, float]:
+    """Median times of calls on the device; every function has its turn in every round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for turn in range(rounds):
+        order = list(functions) if turn % 2 == 0 else list(functions)[::-1]
+        for name in order:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            functions[name]()
+            torch.cuda.synchronize()
+            count = max(2, min(15, int(seconds / rounds / (time.perf_counter() - began))))
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+            for begin, end in events:
+                begin.record()
+                functions[name]()
+                end.record()
+            torch.cuda.synchronize()
+            times[name] += [begin.elapsed_time(end) for begin, end in events]
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -204,7 +270,7 @@ def compile_all(report: Report) -> None:
     count = min(len(jobs), max(1, (os.cpu_count() or 2) - 2))
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(count) as pool:
-        results = pool.map_async(warm_up, jobs, chunksize=1).get(timeout=150)
+        results = pool.map_async(warm_up, jobs, chunksize=1).get(timeout=max(30.0, report.end - time.monotonic()))
     failed = [f"{job}: {error}" for job, _, error in results if error]
     slowest = max(seconds for _, seconds, _ in results)
     report.say(f"compiled {len(jobs)} variants in {time.monotonic() - began:.0f} s, slowest {slowest:.1f} s")
@@ -216,8 +282,12 @@ def compile_all(report: Report) -> None:
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    error, size = (got.double() - want.double()).norm(), want.double().norm()
-    return float(error / size) if size > 0 else float(error)
+    error = size = 0.0
+    # In pieces: weight gradients of a model in fp64 are tens of GB.
+    for a, b in zip(got.reshape(-1).split(1 << 27), want.reshape(-1).split(1 << 27), strict=True):
+        error += float((a.double() - b.double()).square().sum())
+        size += float(b.double().square().sum())
+    return (error / size) ** 0.5 if size > 0 else error**0.5
 
 
 def check_small(report: Report) -> None:
@@ -317,15 +387,73 @@ def check_graph(report: Report, problem: Problem) -> None:
         problem.ids.copy_(torch.rand(problem.tokens, problem.experts, device="cuda").topk(problem.ids.shape[1]).indices)
         if turn == 1:
             problem.ids[::3] = -1
+        if turn == 2:
+            # Fewer live tokens than were captured: what stands behind them is never read.
+            problem.ids[problem.tokens // 2 :] = -1
+            kept_x = problem.x.clone()
+            problem.x[problem.tokens // 2 :] = float("nan")
         problem.out.fill_(float("nan"))
         graph.replay()
         got = problem.out.clone()
         problem.out.fill_(float("nan"))
         run(launches)
         same.append(torch.equal(got, problem.out))
+        if turn == 2:
+            same.append(not got[problem.tokens // 2 :].any())
+            problem.x.copy_(kept_x)
     ms = median_ms(graph.replay)
     report.say(f"graph, {problem.model.name} T={problem.tokens}: replays equal {same}, {ms:.3f} ms a replay")
     report.record(part="graph", same=same, ms=ms)
+
+
+def check_shared(report: Report) -> None:
+    """Shared experts of any width, with and without gate and clamp, against fp64; all gradients, whatever is saved."""
+    for shared, gate, limit in ((96, False, None), (40, True, None), (33, True, 1.0)):
+        case = Case(tokens=300, hidden=256, inner=192, experts=8, top_k=3, routing="ragged", dtype=torch.bfloat16)
+        inputs = replace(case, shared=shared, shared_gate=gate, limit=limit).make()
+        tensors = {n: v.cuda() for n, v in vars(inputs).items() if isinstance(v, torch.Tensor)}
+        want, moved = dense(inputs), replace(inputs, **tensors)
+        got = [run_case(moved, config=MoEConfig(backend="hopper", saved_rows=rows)) for rows in (None, 0)]
+        rival = run_case(moved, config=MoEConfig(backend="torch"))
+        ours, theirs = ({n: relative(found[n].cpu(), want[n]) for n in want} for found in (got[0], rival))
+        same = all(torch.equal(got[0][n], got[1][n]) for n in want)
+        worst = max(want, key=lambda n: ours[n] / max(theirs[n], 1e-9))
+        report.say(
+            f"shared {shared}, gate {gate}, clamp {limit}: out {ours['out']:.1e} (torch {theirs['out']:.1e}), worst "
+            f"against torch {worst} {ours[worst]:.1e} ({theirs[worst]:.1e}), nothing saved: "
+            f"{'equal' if same else 'DIFFERS'}"
+        )
+        report.record(part="shared", shared=shared, gate=gate, limit=limit, ours=ours, torch=theirs, same=same)
+
+
+def check_freed(report: Report, problem: Problem) -> None:
+    """Inputs that are gone, and their memory taken by others, before the device has come to the call."""
+    want, other = problem.moe("hopper"), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    torch.mm(other, other)
+    x, ids, weights = problem.x.clone(), problem.ids.clone(), problem.weights.clone()
+    got = moe(x, ids, weights, problem.gate_up, problem.down, swiglu_limit=problem.model.swiglu_limit)
+    sizes = x.numel(), ids.numel(), weights.numel()
+    del x, ids, weights
+    for size, dtype in zip(sizes, (torch.bfloat16, torch.int64, torch.float32), strict=True):
+        torch.empty(size, device="cuda", dtype=dtype).fill_(float("nan") if dtype.is_floating_point else 7)
+    same = torch.equal(got, want)
+    report.say(f"inputs freed after the call: {'equal' if same else 'DIFFERS'}")
+    report.record(part="freed", same=same)
+
+
+def check_large(report: Report, name: str) -> None:
+    """Slots beyond 2**31 elements: a call of 49,152 tokens against the same tokens in three calls."""
+    problem = Problem(name, 49152, saved=False)
+    got, third = problem.moe("hopper"), problem.tokens // 3
+    parts = [slice(i * third, (i + 1) * third) for i in range(3)]
+    limit, same = problem.model.swiglu_limit, []
+    for part in parts:
+        inputs = problem.x[part], problem.ids[part], problem.weights[part], problem.gate_up, problem.down
+        want = moe(*inputs, swiglu_limit=limit, config=MoEConfig(backend="hopper"))
+        same.append(torch.equal(got[part], want) or relative(got[part].float(), want.float()))
+    elements = problem.ids.numel() * problem.x.shape[1]
+    report.say(f"{name} T={problem.tokens}, slots of {elements / 2**31:.2f} * 2**31 elements: thirds equal {same}")
+    report.record(part="large", model=name, tokens=problem.tokens, same=same)
 
 
 def check_host(report: Report, problem: Problem) -> None:
@@ -343,11 +471,13 @@ def check_host(report: Report, problem: Problem) -> None:
         return statistics.median(times) * 1e6
 
     problem.moe("hopper")
+    plan = problem.plan()
     found = {
-        "three launches": host_us(lambda: run(launches)),
-        "the layer's launch": host_us(launches[-1].run),
+        "three launches": host_us(lambda: plan.run(problem.operands)),
+        "three launches by Triton's path": host_us(lambda: run(launches)),
         "arguments": host_us(problem.launches),
         "moe(), hopper": host_us(lambda: problem.moe("hopper")),
+        "moe(), hopper, shared": host_us(lambda: problem.moe("hopper", True)),
         "moe(), torch": host_us(lambda: problem.moe("torch")),
     }
     report.say("host us: " + ", ".join(f"{name} {us:.0f}" for name, us in found.items()))
@@ -361,31 +491,48 @@ def time_model(report: Report, name: str, tokens: int) -> None:
     problem = Problem(name, tokens)
     report.part("check", check_model, report, problem)
     rows = int(((problem.rows + 127) // 128).sum()) * 128
-    cells: list[str] = []
-
-    def measure(label: str, launches: list) -> None:
-        ms = median_ms(lambda: run(launches))
-        tflops = problem.flops / ms / 1e9
+    base = problem.launches()
+    variants = {"base": base, "nothing saved": problem.launches(saved=False)}
+    variants |= {f"mb {b[0]} ring {b[1]}": problem.launches(blocks=b) for b in LAYOUTS}
+    variants |= {v: problem.launches(*VARIANTS[v]) for n, v in compile_jobs() if n == name and v != "base"}
+    functions = {label: functools.partial(run, launches) for label, launches in variants.items()}
+    functions["schedule"] = functools.partial(run, base[:2])
+    functions["moe() hopper"] = functools.partial(problem.moe, "hopper")
+    functions["moe() torch"] = functools.partial(problem.moe, "torch")
+    if problem.shared is not None:
+        functions["moe() hopper, shared"] = functools.partial(problem.moe, "hopper", True)
+        functions["moe() torch, shared"] = functools.partial(problem.moe, "torch", True)
+    cells = []
+    for label, ms in in_turns_ms(functions).items():
+        flops = problem.flops + problem.shared_flops * label.endswith("shared")
+        tflops = 0.0 if label == "schedule" else flops / ms / 1e9
         cells.append(f"{label} {ms:.3f} ms {tflops:.0f}")
         report.record(
             part="time", model=name, tokens=tokens, variant=label, ms_median=ms, useful_tflops=tflops, rows=rows
         )
-
-    base = problem.launches()
-    measure("base", base)
-    ms = median_ms(lambda: run(base[:2]))
-    cells.append(f"schedule {ms * 1e3:.0f} us")
-    report.record(part="time", model=name, tokens=tokens, variant="schedule", ms_median=ms)
-    measure("nothing saved", problem.launches(saved=False))
-    for blocks in LAYOUTS:
-        measure(f"mb {blocks[0]} ring {blocks[1]}", problem.launches(blocks=blocks))
-    for variant in [v for n, v in compile_jobs() if n == name and v != "base"]:
-        if time.monotonic() < report.end:
-            measure(variant, problem.launches(*VARIANTS[variant]))
-    ms = median_ms(lambda: problem.moe("torch"))
-    cells.append(f"torch backend {ms:.3f} ms {problem.flops / ms / 1e9:.0f}")
-    report.record(part="time", model=name, tokens=tokens, variant="moeloom-torch", ms_median=ms)
     report.say(f"{name} T={tokens} ({rows} rows of {tokens * problem.ids.shape[1]}): " + " | ".join(cells))
+    del functions, variants
+    report.part("steps", time_steps, report, problem)
+
+
+def time_steps(report: Report, problem: Problem) -> None:
+    """Forward and backward: the hopper forward with the backward that it has, and the torch backend."""
+    problem.kept = None
+    cells = []
+    for shared in (False, True):
+        if shared and problem.shared is None:
+            continue
+        ours, theirs = problem.step("hopper", shared), problem.step("torch", shared)
+        worst = max(relative(a, b) for a, b in zip(ours, theirs, strict=True))
+        del ours, theirs
+        steps = {b: functools.partial(problem.step, b, shared) for b in ("hopper", "torch")}
+        for backend, ms in in_turns_ms(steps, 0.2).items():
+            tflops = 3 * (problem.flops + problem.shared_flops * shared) / ms / 1e9
+            cells.append(f"{backend}{', shared' if shared else ''} {ms:.3f} ms {tflops:.0f}")
+            fields = dict(model=problem.model.name, tokens=problem.tokens, shared=shared, backend=backend)
+            report.record(part="fwd+bwd", **fields, ms_median=ms, useful_tflops=tflops, error=worst)
+        cells.append(f"they differ by {worst:.1e}")
+    report.say(f"{problem.model.name} T={problem.tokens} forward + backward: " + " | ".join(cells))
 
 
 def rates(report: Report) -> None:
@@ -402,17 +549,18 @@ def rates(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="file of JSON lines to append to")
-    parser.add_argument("--seconds", type=float, default=230.0, help="after so many seconds no part is begun")
+    parser.add_argument("--seconds", type=float, default=120.0, help="after so many seconds no part is begun")
     options = parser.parse_args()
     import triton
 
     # A kernel that hangs must not keep the machine.
-    faulthandler.dump_traceback_later(options.seconds + 40, exit=True)
+    faulthandler.dump_traceback_later(options.seconds + 28, exit=True)
     report = Report(options.out, options.seconds)
     report.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     report.record(part="machine", device=torch.cuda.get_device_name(), torch=torch.__version__)
     report.part("compile", compile_all, report)
     report.part("small", check_small, report)
+    report.part("shared", check_shared, report)
     report.part("rates", rates, report)
     names = list(MODELS)
     for name in (names[0], names[2], names[1], names[3]):
@@ -424,15 +572,17 @@ def main() -> None:
         if name == names[0]:
             problem = report.part("problem", Problem, name, 2048)
             if problem is not None:
-                report.part("bits", check_bits, report, problem, 20)
+                report.part("bits", check_bits, report, problem, 50)
                 report.part("graph", check_graph, report, problem)
+                report.part("freed", check_freed, report, problem)
                 report.part("host", check_host, report, problem)
             tiny = report.part("problem", Problem, name, 32, 4)
             if tiny is not None:
-                report.part("bits", check_bits, report, tiny, 300)
+                report.part("bits", check_bits, report, tiny, 1000)
             del problem, tiny
             POOL.clear()
             torch.cuda.empty_cache()
+    report.part("large", check_large, report, names[0])
     print("\n==== summary")
     print("\n".join(report.lines))
 

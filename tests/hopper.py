@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moeloom.runtime.forward import Operands, forward_launch, schedule_launches
+from moeloom.runtime.launch import Launch
 from moeloom.runtime.tuning import ALL, Tuning
 from moeloom.runtime.workspace import Shape, Workspace, make_workspace
 from tests.cases import route
@@ -25,6 +26,7 @@ class Sizes:
     routing: str = "ragged"
     limit: float | None = None
     nan_neighbours: bool = False
+    start: bool = False
     seed: int = 0
 
 
@@ -49,9 +51,10 @@ class Inputs:
     weights: Tensor
     gate_up: Tensor
     down: Tensor
+    start: Tensor | None = None
 
     def to(self, device: str) -> Inputs:
-        return Inputs(**{name: t.to(device) for name, t in vars(self).items()})
+        return Inputs(**{name: t if t is None else t.to(device) for name, t in vars(self).items()})
 
 
 def make_inputs(sizes: Sizes) -> Inputs:
@@ -72,13 +75,15 @@ def make_inputs(sizes: Sizes) -> Inputs:
     if sizes.nan_neighbours:
         ids = torch.where((ids >= 0) & (ids < e), ids // 2 * 2, ids)
         gate_up[1::2], down[1::2] = float("nan"), float("nan")
-    return Inputs(draw(t, h), ids.contiguous(), weights, gate_up, down)
+    x = draw(t, h)
+    start = torch.randn(t, h, generator=g) if sizes.start else None
+    return Inputs(x, ids.contiguous(), weights, gate_up, down, start)
 
 
 def answer(given: Inputs, limit: float | None) -> Tensor:
     """The layer's output in fp64, with roundings to bf16 where the kernel has them; [T, H]."""
     experts = given.gate_up.shape[0]
-    out = torch.zeros(given.x.shape, dtype=torch.float64)
+    out = torch.zeros(given.x.shape, dtype=torch.float64) if given.start is None else given.start.double()
     for token, row in enumerate(given.ids.tolist()):
         for k, expert in enumerate(row):
             if 0 <= expert < experts:
@@ -130,17 +135,23 @@ class Prepared:
             rows_per_expert=torch.full((experts,), -5, device=device),
             gate_up=gate_up,
             limit=sizes.limit,
+            start=given.start,
         )
+        self.operands = operands
+        self.launches = self.launches_in(self.workspace, layout, parts)
+
+    def launches_in(self, workspace: Workspace, layout: Layout, parts=ALL) -> list[Launch]:
+        """The launches of this call in any workspace that is large enough."""
         layer = forward_launch(
-            operands,
-            self.workspace,
+            self.operands,
+            workspace,
             minibatch_rows=layout.minibatch_rows,
             num_sms=layout.num_sms,
             deadline_s=layout.deadline_s,
             tuning=layout.tuning,
             parts=parts,
         )
-        self.operands, self.launches = operands, [*schedule_launches(operands, self.workspace), layer]
+        return [*schedule_launches(self.operands, workspace), layer]
 
     def emulate(self, emu, kernel=None) -> dict[str, Tensor]:
         """Launch in an emulator, with another kernel for the layer if one is given."""

@@ -10,6 +10,7 @@ come here. Verbs are used inside ``@gluon.jit`` functions. What moved between th
 | ``thread_barrier`` | ``gl.barrier``; before 3.7 ``gl.thread_barrier`` |
 | ``bulk_wait_writes`` | ``store_wait(read_only=False)``; before 3.8 there was none, so inline PTX |
 | ``aggregate`` | ``gluon.aggregate``; before 3.8 private |
+| ``reinterpret`` | ``memory.reinterpret``; before 3.9 ``memory._reinterpret`` |
 | ``GluonASTSource`` | ``gluon.GluonASTSource``; before 3.9 private |
 
 A partition here means the warps that run one function of ``warp_specialize``, or the whole CTA outside of it. Each
@@ -20,6 +21,9 @@ Raises:
 """
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
 
 from moeloom.errors import ToolchainError
 from moeloom.toolchain import check_version
@@ -65,6 +69,54 @@ else:
     tma_load, tma_store = _tma.async_copy_global_to_shared, _tma.async_copy_shared_to_global
     cp_async = _copies.async_copy_global_to_shared
 
+# ---------------------------------------------------------------- what the host does
+
+
+def prepared_launch(kernel: object, grid: tuple[int, int, int], device: int) -> tuple[Callable, Callable]:
+    """Return ``(launch, expand)`` for a compiled kernel.
+
+    ``launch(arguments)`` launches on the current stream of the device, which must be the current one: a flat list for
+    the kernel's parameters in order, constants included, where pointers may be integers and every descriptor is
+    replaced by the list that ``expand(n, descriptor)`` makes of the n-th one. By Triton's own path a descriptor is
+    encoded anew in every launch, which is most of what a launch costs the host; where Triton's launcher is not built
+    as in 3.6, that path is taken all the same.
+    """
+    found = _c_launcher(kernel.run)
+    if found is None:
+        launch = kernel[grid]
+        return lambda arguments: launch(*arguments), lambda _, descriptor: [descriptor]
+    function, metas = found
+    own = kernel.function, kernel.run.launch_cooperative_grid, kernel.run.launch_pdl, None, None, kernel.packed_metadata
+    runtime = triton.knobs.runtime
+
+    def launch(arguments: list) -> None:
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # What a profiler's hooks are told.
+        metadata = kernel.launch_metadata(grid, stream)
+        function(*grid, stream, *own, metadata, *hooks, *arguments)
+
+    def expand(number: int, descriptor: TensorDescriptor) -> list:
+        return triton.backends.nvidia.driver.make_tensordesc_arg(descriptor, metas[number])
+
+    return launch, expand
+
+
+def _c_launcher(run: object) -> tuple[Callable, list] | None:
+    """Return the C function that Triton 3.6 wraps, and how it wants each descriptor; None if it is not as expected."""
+    if TRITON_VERSION[:2] != (3, 6):
+        return None
+    try:
+        function, metas = run.launch, []
+        if inspect.isfunction(function):
+            inner = inspect.getclosurevars(function).nonlocals
+            function, metas = inner["launcher"], inner["tensordesc_meta"]
+        plain = inspect.isbuiltin(function) and not (run.global_scratch_size or run.profile_scratch_size)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return (function, metas) if plain else None
+
+
 # ---------------------------------------------------------------- verbs that are the language's own
 
 #: ``thread_barrier()``: all threads of the partition meet, and see each other's earlier memory accesses.
@@ -83,6 +135,21 @@ bulk_wait = _tma.store_wait
 def alloc_mbarriers(count: gl.constexpr):
     """Allocate ``count`` mbarriers in shared memory; ``.index(i)`` is one of them. Each needs ``mbarrier.init``."""
     return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+
+
+if TRITON_VERSION >= (3, 9):
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """Return the same shared memory under another dtype, shape and layout."""
+        return memory.reinterpret(dtype, shape, layout)
+
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+        """Return the same shared memory under another dtype, shape and layout."""
+        return memory._reinterpret(dtype, shape, layout)
 
 
 # ---------------------------------------------------------------- verbs in inline PTX
@@ -234,6 +301,8 @@ __all__ = [
     "make_tensor_descriptor",
     "mbarrier",
     "nanosleep",
+    "prepared_launch",
+    "reinterpret",
     "partition_timer",
     "thread_barrier",
     "thread_timers",

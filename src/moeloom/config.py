@@ -48,7 +48,7 @@ class MoEConfig:
             (compute capability 9.0, bf16), ``"torch"`` on other CUDA devices and for other calls, ``"reference"``
             elsewhere, and says once which and why. The same on all ranks.
         minibatch_rows: rows of a minibatch, a multiple of 128. Default 4096; by the hopper backend about as many as
-            fill the device with gate/up tiles once.
+            fill the device with gate/up tiles once, at least 1024.
         ring_rows: rows of the ring, a multiple of ``minibatch_rows`` and at least two of them. Default two.
         saved_rows: rows that keep their pre-activations (gate and up) for backward, a multiple of 128; 0 saves none.
             Default: 1.25 times the mean rows of a rank, padding included. The torch backend saves all rows or none:

@@ -14,7 +14,7 @@ from moeloom import backends
 from moeloom.backends.call import Request
 from moeloom.config import MoEConfig
 from moeloom.errors import MoeloomError
-from moeloom.ops import CallFacts, MoEFunction
+from moeloom.ops import CallFacts, MoEFunction, forward_only
 from moeloom.runtime.ep_group import EPGroup, agree, resolve_group
 from moeloom.validation import DTYPES, check_options, check_routed, check_shared, check_values, compute_dtype
 
@@ -114,8 +114,12 @@ def moe(
     sizes += (backends.number(backend),)
     entry = _entry_facts(ep, sizes, needs_grad=needs_grad, tokens=tokens)
     stated = agree(ep, entry, phase="forward entry", seconds=config.wait_seconds(entry=True))
+    if x.dim() == 2:
+        rows, ids, factors = x, topk_ids, topk_weights
+    else:
+        rows, ids, factors = (t.reshape(tokens, t.shape[-1]) for t in (x, topk_ids, topk_weights))
     facts = CallFacts(
-        topk_ids=topk_ids.detach().reshape(tokens, top_k).to(torch.int64),
+        topk_ids=ids.to(torch.int64),
         compute_dtype=dtype,
         swiglu_limit=swiglu_limit,
         group=ep,
@@ -125,8 +129,11 @@ def moe(
         tokens_by_rank=[other["_tokens"] for other in stated],
         parameters=weights,
     )
-    out = MoEFunction.apply(facts, x.reshape(tokens, hidden), topk_weights.reshape(tokens, top_k), *weights)
-    return out.reshape(x.shape)
+    if needs_grad:
+        out = MoEFunction.apply(facts, rows, factors, *weights)
+    else:
+        out = forward_only(facts, rows, factors, weights)
+    return out if x.dim() == 2 else out.reshape(x.shape)
 
 
 #: What ranks compare of a call's sizes, in this order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -40,6 +41,27 @@ class CallFacts:
     parameters: tuple[Tensor | None, ...]
 
 
+def forward_only(facts: CallFacts, x: Tensor, topk_weights: Tensor, weights: tuple[Tensor | None, ...]) -> Tensor:
+    """Run the backend where nobody asks for gradients: nothing is saved, and autograd is not troubled.
+
+    Args:
+        facts: of the call.
+        x: [T, H]. topk_weights: [T, K].
+        weights: as the arguments of :class:`MoEFunction`.
+
+    Returns:
+        [T, H] in the operand dtype.
+    """
+    with torch.no_grad(), _no_autocast(x):
+        return facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=False)[0]
+
+
+def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Switch autocast off; costs nothing where it is off."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
 class MoEFunction(torch.autograd.Function):
     """``(x, topk_weights, gate_up_proj, down_proj, shared gate_up, down, gate) -> out`` with all gradients."""
 
@@ -47,7 +69,7 @@ class MoEFunction(torch.autograd.Function):
     def forward(ctx, facts: CallFacts, x: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
         """Run the backend and save for backward exactly what it needs."""
         save = any(ctx.needs_input_grad)
-        with torch.autocast(x.device.type, enabled=False):
+        with _no_autocast(x):
             out, saved = facts.backend.forward(_layer_call(facts, x, topk_weights, weights), save=save)
         if saved is not None:
             ctx.save_for_backward(x, topk_weights, *weights, *saved.tensors())
@@ -69,7 +91,7 @@ class MoEFunction(torch.autograd.Function):
             phase="backward entry",
             seconds=facts.config.wait_seconds(entry=True),
         )
-        with torch.autocast(x.device.type, enabled=False):
+        with _no_autocast(x):
             call = _layer_call(facts, x, topk_weights, weights)
             grads = facts.backend.backward(call, saved, d_out.to(facts.compute_dtype).contiguous(), wanted)
         d_weights = [

@@ -1,8 +1,12 @@
-"""Checks of a layer call before any work starts. Each error names the argument, the rule, what came, what to do."""
+"""Checks of a layer call before any work starts. Each error names the argument, the rule, what came, what to do.
+
+They run in every call, so texts are put together only once a rule is broken.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,9 +28,9 @@ def compute_dtype(x: object) -> torch.dtype:
     _check_tensor("x", x)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-    usable = dtype in DTYPES and x.is_floating_point()
-    _require(usable, "x", f"be one of {names} (or be cast so by autocast)", dtype, "Convert it.", ArgumentTypeError)
+    if dtype not in DTYPES or not x.is_floating_point():
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        _refuse("x", f"be one of {names} (or be cast so by autocast)", dtype, "Convert it.", ArgumentTypeError)
     return dtype
 
 
@@ -39,25 +43,29 @@ def check_routed(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down:
     given = {"topk_ids": ids, "topk_weights": weights, "gate_up_proj": gate_up, "down_proj": down}
     for name, tensor in given.items():
         _check_tensor(name, tensor, x)
-    _require(x.dim() > 0 and x.shape[-1] > 0, "x", "have shape [..., H] with H >= 1", list(x.shape), "Check its axes.")
-    is_index = ids.dtype in (torch.int32, torch.int64)
-    fix = "Use topk_ids.to(torch.int64)."
-    _require(is_index, "topk_ids", "be int32 or int64", ids.dtype, fix, ArgumentTypeError)
-    fits = ids.dim() > 0 and ids.shape[:-1] == x.shape[:-1] and ids.shape[-1] > 0
-    rule = f"have shape {[*x.shape[:-1], 'K']} with K >= 1"
-    _require(fits, "topk_ids", rule, list(ids.shape), "One row of ids a token.")
-    rule = f"have the shape of topk_ids {list(ids.shape)}"
-    _require(weights.shape == ids.shape, "topk_weights", rule, list(weights.shape), "One weight a route.")
+    x_shape, ids_shape, up_shape, down_shape = x.shape, ids.shape, gate_up.shape, down.shape
+    if not (x_shape and x_shape[-1] > 0):
+        _refuse("x", "have shape [..., H] with H >= 1", list(x_shape), "Check its axes.")
+    if ids.dtype not in (torch.int64, torch.int32):
+        _refuse("topk_ids", "be int32 or int64", ids.dtype, "Use topk_ids.to(torch.int64).", ArgumentTypeError)
+    if not (ids_shape and ids_shape[:-1] == x_shape[:-1] and ids_shape[-1] > 0):
+        rule = f"have shape {[*x_shape[:-1], 'K']} with K >= 1"
+        _refuse("topk_ids", rule, list(ids_shape), "One row of ids a token.")
+    if weights.shape != ids_shape:
+        rule = f"have the shape of topk_ids {list(ids_shape)}"
+        _refuse("topk_weights", rule, list(weights.shape), "One weight a route.")
     wide = accumulate_dtype(dtype)
-    fix = "Router weights act in the accumulation dtype; use topk_weights.float()."
-    _require(weights.dtype == wide, "topk_weights", f"be {wide}", weights.dtype, fix, ArgumentTypeError)
-    hidden = x.shape[-1]
-    fits = gate_up.dim() == 3 and gate_up.shape[0] > 0 and _is_gate_up(gate_up.shape[1:], hidden)
-    fix = "Gate rows come first, then as many up rows; transpose weights stored the other way."
-    _require(fits, "gate_up_proj", f"have shape [E, 2I, {hidden}]", list(gate_up.shape), fix)
-    want = [gate_up.shape[0], hidden, gate_up.shape[1] // 2]
-    fix = "It must fit gate_up_proj; transpose weights stored the other way."
-    _require(list(down.shape) == want, "down_proj", f"have shape {want}", list(down.shape), fix)
+    if weights.dtype != wide:
+        fix = "Router weights act in the accumulation dtype; use topk_weights.float()."
+        _refuse("topk_weights", f"be {wide}", weights.dtype, fix, ArgumentTypeError)
+    hidden = x_shape[-1]
+    if not (len(up_shape) == 3 and up_shape[0] > 0 and _is_gate_up(up_shape[1:], hidden)):
+        fix = "Gate rows come first, then as many up rows; transpose weights stored the other way."
+        _refuse("gate_up_proj", f"have shape [E, 2I, {hidden}]", list(up_shape), fix)
+    if down_shape != (up_shape[0], hidden, up_shape[1] // 2):
+        fix = "It must fit gate_up_proj; transpose weights stored the other way."
+        want = [up_shape[0], hidden, up_shape[1] // 2]
+        _refuse("down_proj", f"have shape {want}", list(down_shape), fix)
     _check_weight("gate_up_proj", gate_up, x, dtype)
     _check_weight("down_proj", down, x, dtype)
 
@@ -91,11 +99,12 @@ def check_options(limit: object, tokens: int, config: MoEConfig) -> None:
     Raises:
         ArgumentError: the first rule that is broken.
     """
-    usable = limit is None or (isinstance(limit, (int, float)) and 0 < limit < math.inf)
-    _require(usable, "swiglu_limit", "be a number > 0, or None", repr(limit), "Use None for no clamp.")
+    if not (limit is None or (isinstance(limit, (int, float)) and 0 < limit < math.inf)):
+        _refuse("swiglu_limit", "be a number > 0, or None", repr(limit), "Use None for no clamp.")
     most = config.max_tokens_per_rank
-    fix = "Split the batch or raise config.max_tokens_per_rank."
-    _require(most is None or tokens <= most, "x", f"have at most {most} tokens", tokens, fix)
+    if most is not None and tokens > most:
+        fix = "Split the batch or raise config.max_tokens_per_rank."
+        _refuse("x", f"have at most {most} tokens", tokens, fix)
 
 
 def check_values(ids: Tensor, weights: Tensor, num_experts: int) -> None:
@@ -116,18 +125,21 @@ def check_values(ids: Tensor, weights: Tensor, num_experts: int) -> None:
             raise ArgumentError(complain(name, rule, got, fix))
 
 
+def _refuse(name: str, rule: str, got: object, fix: str, kind: type[Exception] = ArgumentError) -> NoReturn:
+    raise kind(complain(name, rule, got, fix))
+
+
 def _require(holds: bool, name: str, rule: str, got: object, fix: str, kind: type[Exception] = ArgumentError) -> None:
     if not holds:
-        raise kind(complain(name, rule, got, fix))
+        _refuse(name, rule, got, fix, kind)
 
 
 def _check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
     """Check that a value is a tensor, on the device of another."""
-    is_tensor = isinstance(value, Tensor)
-    _require(is_tensor, name, "be a torch.Tensor", type(value).__name__, "Pass a tensor.", ArgumentTypeError)
-    if like is not None:
-        rule = f"be on the device of x ({like.device})"
-        _require(value.device == like.device, name, rule, value.device, "Move it there.")
+    if not isinstance(value, Tensor):
+        _refuse(name, "be a torch.Tensor", type(value).__name__, "Pass a tensor.", ArgumentTypeError)
+    if like is not None and value.device != like.device:
+        _refuse(name, f"be on the device of x ({like.device})", value.device, "Move it there.")
 
 
 def _is_gate_up(shape: torch.Size, hidden: int) -> bool:
@@ -136,10 +148,9 @@ def _is_gate_up(shape: torch.Size, hidden: int) -> bool:
 
 def _check_weight(name: str, weight: Tensor, x: Tensor, dtype: torch.dtype) -> None:
     """Check the dtype of one weight, and its ``main_grad`` if it has one."""
-    cast = torch.is_autocast_enabled(x.device.type) and weight.dtype in DTYPES
-    fix = "Convert it, or run under torch.autocast to keep fp32 weights with bf16 operands."
-    usable = weight.dtype == dtype or cast
-    _require(usable, name, f"be {dtype} like the operands", weight.dtype, fix, ArgumentTypeError)
+    if weight.dtype != dtype and not (torch.is_autocast_enabled(x.device.type) and weight.dtype in DTYPES):
+        fix = "Convert it, or run under torch.autocast to keep fp32 weights with bf16 operands."
+        _refuse(name, f"be {dtype} like the operands", weight.dtype, fix, ArgumentTypeError)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return

@@ -48,12 +48,8 @@ def parse(ptx: str) -> list[Line]:
     texts = [line.split("//")[0].strip() for line in ptx.splitlines()]
     labels = {text[:-1]: i for i, text in enumerate(texts) if re.fullmatch(r"\$?\w+:", text)}
     tables: dict[str, list[str]] = {}
-    for i, text in enumerate(texts):
-        # A table of jump targets: "$L_brx_0: .branchtargets" and its labels, maybe on the lines below.
-        found = re.match(r"(\$?\w+):\s*\.branchtargets(.*)", text)
-        if found:
-            whole = found[2] + " ".join(texts[i + 1 : i + 40])
-            tables[found[1]] = re.findall(r"\$?\w+", whole.split(";")[0])
+    for found in re.finditer(r"(\$?\w+):\s*\.branchtargets([^;]*);", "\n".join(texts)):
+        tables[found[1]] = re.findall(r"\$?\w+", found[2])
     out = []
     for i, text in enumerate(texts):
         after = [i + 1] if i + 1 < len(texts) else []

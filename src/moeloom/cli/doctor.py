@@ -9,6 +9,8 @@ import sys
 import torch
 
 from moeloom import backends
+from moeloom.backends import hopper
+from moeloom.backends.call import Request
 from moeloom.errors import ToolchainError
 from moeloom.functional import moe
 from moeloom.numerics import rows_matmul
@@ -33,7 +35,8 @@ def run() -> int:
     for device in devices:
         name, why = backends.automatic(device)
         _line(f"backend on {device}", f"auto takes '{name}': {why}")
-    _line("kernels", "none in this version; the reference runs on every device")
+    for name, value in _kernels():
+        _line(name, value)
     held = _same_bits()
     _line("self-check", f"{'equal bits' if held else 'BITS DIFFER'} over batch sizes, places and threads on this CPU")
     handed = _handshake()
@@ -42,6 +45,25 @@ def run() -> int:
 
 def _line(name: str, value: object) -> None:
     print(f"{name:16s} {value}")
+
+
+def _kernels() -> list[tuple[str, str]]:
+    """Name the kernels that there are, and say for every GPU whether they can run there."""
+    found = [("kernels", "'hopper': forward of one rank, bf16, compute capability 9.0; backward by 'torch'")]
+    try:
+        from moeloom.compat import TRITON_VERSION
+        from moeloom.runtime.launch import c_compiler
+    except ToolchainError as error:
+        return [*found, ("triton", f"not usable: {error}")]
+    compiler = c_compiler() or "none: kernels that Triton's cache does not have cannot be launched; install gcc"
+    found.append(("triton", f"{'.'.join(map(str, TRITON_VERSION))}, C compiler: {compiler}"))
+    if not torch.cuda.is_available():
+        found.append(("hopper", "cannot run here: no GPU that torch can use"))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        asked = Request(torch.device("cuda", index), torch.bfloat16, 64, 64, 1, 1, 1, False)
+        reason = hopper.why_unsupported(asked)
+        found.append((f"hopper on GPU {index}", "can run" if reason is None else f"cannot run: {reason}"))
+    return found
 
 
 def _distributed() -> str:

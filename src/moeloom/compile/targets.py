@@ -116,6 +116,7 @@ _FORWARD = {
     "alarm": "*i64:16",
     "topk_ids": "*i64:16",
     "topk_weights": "*fp32:16",
+    "start": "*fp32:16",
     "out": "*bf16:16",
     "deadline_us": "i32",
     "limit": "fp32",
@@ -128,6 +129,7 @@ _FORWARD = {
     "minibatch": "i32",
     "ring": "i32",
     "saved": "i32",
+    "has_start": "i32",
 }
 #: As :class:`moeloom.runtime.tuning.Tuning` has it by default.
 _FORWARD_FIXED = {

@@ -1,1 +1,1 @@
-"""Host glue: how ranks of an EP group reach each other."""
+"""Host glue: how ranks of an EP group reach each other; memory, arguments and launches of the kernels."""

@@ -223,6 +223,8 @@ def agree(group: EPGroup, fields: dict[str, int], *, phase: str, seconds: float)
         PeerLost: a rank did not come before the deadline.
         PeerMismatch: a rank refused its arguments, or a field differs.
     """
+    if group.size == 1:
+        return [fields]
     names = list(fields)
     rows = group.gather_words([fields[n] for n in names], phase=phase, seconds=seconds)
     stated = [dict(zip(names, row, strict=True)) for row in rows]

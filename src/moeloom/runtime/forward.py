@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from moeloom.config import ROW_BLOCK, ceil_div
 from moeloom.kernels.forward.kernel import MATH_WARPS, forward, num_counters
 from moeloom.kernels.forward.parts import COLUMNS, HALF, PART, ROWS
 from moeloom.kernels.schedule import WARPS, count_routes, num_programs, padded_experts, place_routes, run_length
+from moeloom.runtime.launch import Launch
 from moeloom.runtime.tuning import ALL, Parts, Tuning
 from moeloom.runtime.workspace import Workspace
 
@@ -28,6 +29,7 @@ class Operands:
         rows_per_expert: int64 [E], written.
         gate_up: bf16 [saved rows, 2I] with saved rows a multiple of 128, written; None for none.
         limit: clamp, or None.
+        start: fp32 [T, H], what the sum of every token begins with; None for zero.
         rank: of this process in the EP group.
     """
 
@@ -41,22 +43,8 @@ class Operands:
     rows_per_expert: Tensor
     gate_up: Tensor | None
     limit: float | None
+    start: Tensor | None = None
     rank: int = 0
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: what the emulator and a GPU both need to know."""
-
-    kernel: object
-    grid: int
-    args: dict
-    num_warps: int
-    options: dict = field(default_factory=dict)
-
-    def run(self) -> object:
-        """Launch on the current device and stream; return what Triton returns."""
-        return self.kernel[(self.grid,)](**self.args, num_warps=self.num_warps, enable_fp_fusion=False, **self.options)
 
 
 def _describe(tensor: Tensor, shape: list[int], box: list[int]) -> TensorDescriptor:
@@ -151,6 +139,7 @@ def forward_launch(
         alarm=workspace.alarm_address,
         topk_ids=given.topk_ids,
         topk_weights=given.topk_weights,
+        start=given.topk_weights if given.start is None else given.start,
         out=given.out,
         deadline_us=min(int(deadline_s * 1e6), 2**31 - 1),
         limit=0.0 if given.limit is None else float(given.limit),
@@ -163,6 +152,7 @@ def forward_launch(
         minibatch=ceil_div(minibatch_rows, ROW_BLOCK),
         ring=ring_rows // ROW_BLOCK,
         saved=saved // ROW_BLOCK,
+        has_start=int(given.start is not None),
     )
     fixed = dict(
         TOP_K=top_k,

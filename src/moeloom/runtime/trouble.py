@@ -23,7 +23,7 @@ def check(workspace: Workspace) -> None:
     Raises:
         KernelTimeout: a wait inside a kernel lasted longer than its deadline; that call's output is NaN.
     """
-    if not workspace.alarm[0]:
+    if not workspace.alarm.item():
         return
     found = workspace.trouble.tolist()
     said = [

@@ -56,6 +56,7 @@ class Workspace:
         alarm: int32 [1] of the host, which the device sets; alarm_address: int64 [1] of the device, where that is.
         captured: a CUDA graph refers to this memory, so it must live for ever.
         stream: where the last call was issued.
+        plans: launches that are ready for this memory, see :mod:`moeloom.runtime.plan`.
     """
 
     shape: Shape
@@ -76,6 +77,7 @@ class Workspace:
     alarm_address: Tensor
     captured: bool = False
     stream: object = field(default=None, repr=False)
+    plans: dict = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> int:

@@ -1,9 +1,12 @@
 """The hopper backend: the whole forward after the router as a schedule and one persistent kernel, on NVIDIA Hopper.
 
 Two launches make the schedule (:mod:`moeloom.kernels.schedule`), one does all the work
-(:mod:`moeloom.kernels.forward`). The host never learns the routing, so a call can be captured into a CUDA graph, once
-the kernels are compiled and the memory is there: call once before the capture. The memory beside what a call returns is
-a workspace that calls of one shape share; it holds the slots, [T * K, H], and a ring of few rows.
+(:mod:`moeloom.kernels.forward`). Shared experts are not inside of that one yet: they are dense products before it, and
+the ordered sum begins with their output in fp32.
+
+The host never learns the routing, so a call can be captured into a CUDA graph, once the kernels are compiled and the
+memory is there: call once before the capture. The memory beside what a call returns is a workspace that calls of one
+shape share; it holds the slots, [T * K, H], and a ring of few rows.
 
 Backward is that of the torch backend on the pre-activations that this forward makes.
 
@@ -31,7 +34,11 @@ def why_unsupported(request: Request) -> str | None:
     """Return why this backend cannot run a call, or None if it can."""
     if request.device.type != "cuda":
         return f"the device is '{request.device.type}', not CUDA"
-    capability = torch.cuda.get_device_capability(request.device)
+    return _why_unsupported(request, torch.cuda.get_device_capability(request.device)) or _no_toolchain()
+
+
+@functools.lru_cache(maxsize=256)
+def _why_unsupported(request: Request, capability: tuple[int, int]) -> str | None:
     rules = (
         (capability == (9, 0), f"the device has compute capability {capability[0]}.{capability[1]}, not 9.0"),
         (request.dtype == torch.bfloat16, f"operands are {request.dtype}, not torch.bfloat16"),
@@ -43,10 +50,8 @@ def why_unsupported(request: Request) -> str | None:
             f"{request.local_experts} experts on a rank are more than {MOST_EXPERTS}",
         ),
         (request.ranks == 1, f"the EP group has {request.ranks} ranks; this version takes one"),
-        (not request.shared, "there are shared experts, which this version leaves to other backends"),
     )
-    broken = next((reason for holds, reason in rules if not holds), None)
-    return broken or _no_toolchain()
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 @functools.cache

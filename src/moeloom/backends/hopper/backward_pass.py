@@ -1,7 +1,7 @@
 """Backward of the hopper backend, for the time being that of the torch backend.
 
 Pre-activations are those of our forward kernel in either case, saved or made again by a second run of it, so that the
-gradients have equal bits whatever ``saved_rows`` is.
+gradients have equal bits whatever ``saved_rows`` is. Those of shared experts are what forward has made.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_backward(call: LayerCall, saved: SavedCall, d_out: Tensor, wanted: Wante
         gate_up = call.x.new_zeros(1, call.gate_up_proj.shape[1])
     in_order = gate_up.index_select(0, rows_of(routes, saved.rows_per_expert, gate_up.shape[0]))
     exchange = open_exchange(call, routes, keeps=True)
-    kept = TorchSaved(routes, in_order, None, None, None, exchange)
+    kept = TorchSaved(routes, in_order, None, saved.shared_gate_up, saved.shared_out, exchange)
     return torch_backend.backward(call, kept, d_out, wanted)
 
 

@@ -19,16 +19,20 @@ class SavedCall:
         rows_per_expert: int64 [E], live rows.
         gate_up: bf16 [capacity rows, 2I], pre-activations of all rows, unwritten past the last row block; None: they
             are computed again.
+        shared_gate_up: bf16 [T, 2S], pre-activations of the shared experts, or None.
+        shared_out: fp32 [T, H], shared output before the gate; None without a gate.
         plan: None; other backends keep something here.
     """
 
     rows_per_expert: Tensor
     gate_up: Tensor | None
+    shared_gate_up: Tensor | None = None
+    shared_out: Tensor | None = None
     plan: object = None
 
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors as a flat list, the form in which autograd saves them."""
-        return [self.rows_per_expert, self.gate_up]
+        return [self.rows_per_expert, self.gate_up, self.shared_gate_up, self.shared_out]
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor | None], plan: object) -> SavedCall:

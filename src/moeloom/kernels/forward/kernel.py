@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeloom.compat import alloc_mbarriers, fence_async_shared, gl, gluon, thread_barrier, warp_specialize
+from moeloom.compat import alloc_mbarriers, fence_async_shared, gl, gluon, reinterpret, thread_barrier, warp_specialize
 from moeloom.kernels.forward.dispatch import dispatch_warps
 from moeloom.kernels.forward.load import load_warp
 from moeloom.kernels.forward.math import math_warps
@@ -57,7 +57,7 @@ def _flags(counters, capacity, trouble, alarm, deadline_us):
 
 # Sizes differ from call to call; the kernel must not be compiled anew for one that is 1, or a multiple of 16. H and I
 # always are multiples, and must be known to be: stores of 16 bytes need it.
-_SIZES = ("deadline_us", "rank", "tokens", "experts", "capacity", "minibatch", "ring", "saved")
+_SIZES = ("deadline_us", "rank", "tokens", "experts", "capacity", "minibatch", "ring", "saved", "has_start")
 
 
 @gluon.jit(do_not_specialize=_SIZES)
@@ -80,6 +80,7 @@ def forward(
     alarm,
     topk_ids,
     topk_weights,
+    start,
     out,
     deadline_us,
     limit,
@@ -92,6 +93,7 @@ def forward(
     minibatch,
     ring,
     saved,
+    has_start,
     TOP_K: gl.constexpr,
     RANKS: gl.constexpr,
     CLAMP: gl.constexpr,
@@ -123,11 +125,13 @@ def forward(
         trouble: int32 [16], see :mod:`moeloom.runtime.trouble`.
         alarm: int64 [1], address of an int32 that the host reads.
         topk_ids, topk_weights: int64 and fp32 [T, K].
+        start: fp32 [T, H], what the sum of each token begins with; only read if there is one.
         out: bf16 [T, H].
         deadline_us: int32, microseconds of each wait; 0 for none.
         limit: fp32, clamp.
         rank, tokens, H, I, experts: int32; T of this rank, widths (multiples of 64), experts of the group.
         capacity, minibatch, ring, saved: int32, row blocks; a ring holds at least two minibatches.
+        has_start: int32, 1 if sums begin with ``start``, 0 if with zero.
         TOP_K, RANKS: routes of a token; ranks of the group.
         CLAMP: whether there is a clamp.
         DEPTH, STAGES, SLOTS: columns of a stage of operands, stages, and output buffers.
@@ -140,7 +144,7 @@ def forward(
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DEPTH], gl.bfloat16)
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], b_layout)
     # The same memory as gate and up rows apart.
-    b_halves = b_buffers._reinterpret(gl.bfloat16, [2 * STAGES, HALF, DEPTH], b_layout)
+    b_halves = reinterpret(b_buffers, gl.bfloat16, [2 * STAGES, HALF, DEPTH], b_layout)
     c_buffers = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, ROWS, PART], hidden_out_desc.layout)
     t_buffers = gl.allocate_shared_memory(gl.int64, [TASKS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     a = Ring(a_buffers, alloc_mbarriers(STAGES), alloc_mbarriers(STAGES), STAGES)
@@ -165,8 +169,10 @@ def forward(
         x_ring,
         topk_ids,
         topk_weights,
+        start,
         out,
         gl.to_tensor(rank),
+        gl.to_tensor(has_start),
     )
     pieces: gl.constexpr = ROWS // PIECE if DISPATCH else 0
     warp_specialize(

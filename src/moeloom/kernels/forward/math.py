@@ -61,7 +61,10 @@ def _swiglu(gate, up, limit, CLAMP: gl.constexpr):
 
 @gluon.jit
 def _sum_slots(tables, number, off, sizes, TOP_K: gl.constexpr):
-    """out[t] = w[t, 0] * slot[t, 0] + w[t, 1] * slot[t, 1] + ..., fp32, rounded once; NaN if rows are missing."""
+    """out[t] = start[t] + w[t, 0] * slot[t, 0] + w[t, 1] * slot[t, 1] + ..., fp32, rounded once.
+
+    Without a start it is 0; NaN if rows are missing.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     hidden = gl.multiple_of(sizes.hidden, 16)
     token = number * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
@@ -69,10 +72,12 @@ def _sum_slots(tables, number, off, sizes, TOP_K: gl.constexpr):
     is_token = token < sizes.tokens
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     route = token.to(gl.int64) * TOP_K
-    start = gl.where(off != 0, float("nan"), 0.0)
+    has_start = is_token & (tables.has_start != 0) & (off == 0)
+    nothing = gl.full([TOKENS, WIDTH], 0.0, gl.float32, layout) + gl.where(off != 0, float("nan"), 0.0)
     for first in range(0, sizes.hidden, WIDTH):
         inside = (first + column < hidden)[None, :]
-        total = gl.full([TOKENS, WIDTH], 0.0, gl.float32, layout) + start
+        at = (token.to(gl.int64) * hidden)[:, None] + (first + column)[None, :]
+        total = gl.load(tables.start + at, mask=has_start[:, None] & inside, other=nothing)
         for k in gl.static_range(TOP_K):
             expert = gl.load(tables.topk_ids + route + k, mask=is_token, other=-1)
             # The slot of no route is unwritten memory, and its weight may be anything.
@@ -81,8 +86,7 @@ def _sum_slots(tables, number, off, sizes, TOP_K: gl.constexpr):
             place = (slots + (route + k) * hidden)[:, None] + (first + column)[None, :]
             value = gl.load(place, mask=is_route[:, None] & inside, other=0.0)
             total = gl.fma(gl.broadcast(weight[:, None], total)[0], value.to(gl.float32), total)
-        place = tables.out + (token.to(gl.int64) * hidden)[:, None] + (first + column)[None, :]
-        gl.store(place, total.to(gl.bfloat16), mask=is_token[:, None] & inside)
+        gl.store(tables.out + at, total.to(gl.bfloat16), mask=is_token[:, None] & inside)
 
 
 @gluon.jit

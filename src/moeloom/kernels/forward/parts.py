@@ -66,8 +66,8 @@ class Tables:
 
     Attributes:
         x_pointers, slot_pointers: int64. row_rank, row_slot, block_expert: int32.
-        x_ring: bf16. topk_ids: int64. topk_weights: fp32. out: bf16.
-        rank: int32, this rank.
+        x_ring: bf16. topk_ids: int64. topk_weights, start: fp32. out: bf16.
+        rank: int32, this rank. has_start: int32, 1 or 0.
     """
 
     x_pointers: gl.tensor
@@ -78,8 +78,10 @@ class Tables:
     x_ring: gl.tensor
     topk_ids: gl.tensor
     topk_weights: gl.tensor
+    start: gl.tensor
     out: gl.tensor
     rank: gl.tensor
+    has_start: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
@@ -92,8 +94,10 @@ class Tables:
         x_ring,
         topk_ids,
         topk_weights,
+        start,
         out,
         rank,
+        has_start,
     ):
         self.x_pointers = x_pointers
         self.slot_pointers = slot_pointers
@@ -103,8 +107,10 @@ class Tables:
         self.x_ring = x_ring
         self.topk_ids = topk_ids
         self.topk_weights = topk_weights
+        self.start = start
         self.out = out
         self.rank = rank
+        self.has_start = has_start
 
 
 @aggregate
