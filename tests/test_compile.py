@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moeloom import compat
 from moeloom.cli import compile as command
 from moeloom.compile import inspection, order, partitions, ptx, report, runner, targets, versions
 from moeloom.errors import ArgumentError, ToolchainError
@@ -230,6 +231,10 @@ def test_gates(tmp_path, monkeypatch):
     fine = PTXAS.replace("16 bytes", "0 bytes").replace("24 bytes", "0 bytes")
     assert problems(said=fine, tensor_core="HGMMA") == ""
     assert problems() == "40 bytes of registers are spilled"
+    version = ".".join(map(str, compat.TRITON_VERSION[:2]))
+    assert problems(known_spills={version: 40}) == ""
+    for known in ({version: 39}, {"2.0": 40}):
+        assert problems(known_spills=known) == "40 bytes of registers are spilled"
     assert problems(said="") == "ptxas did not say what it used"
     assert problems(said=fine, shared=227 * 1024) == ""
     assert "a CTA can have 232448" in problems(said=fine, shared=227 * 1024 + 1)

@@ -46,14 +46,16 @@ def test_options_in_commands_exist():
             assert option in known, f"{verb} {option}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/public-reports.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "docs/public-reports.md", "docs/benchmarks.md"]
+)
 def test_links_and_names_lead_somewhere(document):
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", re.sub(r"`[^`]*`", "", text)):
         assert target.startswith("http") or (ROOT / target).exists(), target
     for name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text):
-        path = ROOT / "tests" / name[0]
-        assert path.exists() and name[1] in path.read_text(), name
-    for word in re.findall(r"`((?:backends|runtime|train|cli)/[\w./]+)`", text):
+        found = list((ROOT / "tests").rglob(name[0]))
+        assert found and name[1] in found[0].read_text(), name
+    for word in re.findall(r"`((?:backends|runtime|train|cli|kernels|emulator|compile|bench)/[\w./]+)`", text):
         assert (ROOT / "src" / "moeloom" / word).exists() or (ROOT / "src" / "moeloom" / f"{word}.py").exists(), word
     assert "@" not in re.sub(r"\S+@\S+\.\S+", "", text), "a number was not filled in"

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moeloom import compat
 from moeloom.compile.order import check
 from moeloom.compile.ptx import PtxError, read
 from moeloom.compile.targets import SHARED_LIMIT, KernelSpec
@@ -129,13 +130,16 @@ def inspect(made: Compiled, spec: KernelSpec, architecture: str, tools: Tools) -
         out.releases, out.barriers = order.releases, order.barriers
         out.bulk_stores, out.bulk_loads = order.bulk_stores, order.bulk_loads
         out.violations = [str(v) for v in order.violations]
-    _gates(out, spec.expected_instruction(architecture))
+    known_spills = spec.known_spills.get(".".join(map(str, compat.TRITON_VERSION[:2])), 0)
+    _gates(out, spec.expected_instruction(architecture), known_spills)
     return out
 
 
-def _gates(out: Inspection, expected: str | None) -> None:
+def _gates(out: Inspection, expected: str | None, known_spills: int = 0) -> None:
     if out.spill_bytes is None or out.registers is None:
         out.problems.append("ptxas did not say what it used")
+    elif 0 < out.spill_bytes <= known_spills:
+        out.notes.append(f"{out.spill_bytes} bytes of registers are spilled, as is known of this Triton")
     elif out.spill_bytes:
         out.problems.append(f"{out.spill_bytes} bytes of registers are spilled")
     if out.shared_bytes > SHARED_LIMIT:
