@@ -10,6 +10,7 @@ import atexit
 import importlib
 import importlib.util
 import itertools
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from moeloom.compat import GluonASTSource, GPUTarget, TensorDescriptor, gl, trit
 
 FOLDER = Path(__file__).parent
 GUARD_BYTES = 4096
+#: ``run.py test --all`` takes a share of the seeds, so that it stays within its half hour; this takes them all.
+ALL_SEEDS = os.environ.get("MOELOOM_SEEDS") == "all"
 TORCH_TO_GLUON = {
     torch.bfloat16: (gl.bfloat16, "bf16"),
     torch.float32: (gl.float32, "fp32"),

@@ -32,9 +32,9 @@ def test_no_alarm(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CASES)
-def test_no_alarm_in_thirty_seeds_of_every_schedule(path):
+def test_no_alarm_in_many_seeds_of_every_schedule(path):
     for strategy, lag in SCHEDULES:
-        run(path, range(30), strategy=strategy, lag=lag)
+        run(path, range(30 if harness.ALL_SEEDS else 4), strategy=strategy, lag=lag)
 
 
 @pytest.mark.parametrize("path", ["gemm.shared", "turnstile.turnstile", "fused_forward.one_rank"])

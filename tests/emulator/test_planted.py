@@ -13,7 +13,7 @@ from moeloom.emulator import KINDS, sweep
 from tests.emulator import harness
 from tests.emulator.planted import FUSED, MINIMAL, PLANTS
 
-SEEDS, LEAST = 30, 29
+SEEDS = 30 if harness.ALL_SEEDS else 6
 #: In the quick suite the fused forward stands for what needs all of it: a bug that only its parts together have.
 QUICK_KINDS = ("barrier", "bulk-wait", "proxy-fence", "scope", "slot-reuse")
 QUICK_FUSED = list({plant.kind: plant for plant in reversed(FUSED) if plant.kind in QUICK_KINDS}.values())
@@ -50,10 +50,10 @@ def test_is_caught(plant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS, ids=identify)
-def test_is_caught_in_29_of_30_seeds(plant):
-    found = alarms(plant, range(SEEDS))
+def test_is_caught_in_all_seeds_but_one(plant):
+    found = alarms(plant, range(SEEDS), diagnose=True)
     right = [seed for seed, alarm in found if plant.is_right(alarm.kind)]
-    assert len(right) >= LEAST, Counter(alarm.kind for _, alarm in found)
+    assert len(right) >= SEEDS - 1, Counter(alarm.kind for _, alarm in found)
 
 
 @pytest.mark.parametrize("plant", [p for p in PLANTS if p.edits and p.options], ids=identify)
