@@ -22,7 +22,7 @@ from moeloom.compile.build import compile_spec
 from moeloom.emulator import Deadlock, Emulator, sweep
 from moeloom.kernels import handshake as handshake_module
 from moeloom.kernels import sync
-from moeloom.kernels.sync import await_, publish_value
+from moeloom.kernels.sync import await_, publish
 
 _number = itertools.count()
 ROWS, COLUMNS = handshake_module.ROWS.value, handshake_module.COLUMNS.value
@@ -145,7 +145,7 @@ def test_no_line_between_threads_can_be_left_out(tmp_path, name):
 
 
 @gluon.jit
-def waiter(flag, data, out, target, deadline_ns, off, SCOPE: gl.constexpr):
+def waiter(flag, data, out, target, step, deadline_ns, off, SCOPE: gl.constexpr):
     """Program 0 waits and reads, the others write and publish."""
     if gl.program_id(0) == 0:
         gave_up = await_(flag, target, deadline_ns, off, SCOPE, False)
@@ -154,12 +154,14 @@ def waiter(flag, data, out, target, deadline_ns, off, SCOPE: gl.constexpr):
             gl.store(out + 1, gl.load(data))
     else:
         gl.store(data, 7)
-        publish_value(flag, target, SCOPE, False)
+        publish(flag, step, SCOPE, False)
 
 
 def wait(emu: Emulator, *, grid=2, target=1, start=0, deadline_ns=0, off=0, scope="gpu", **launch) -> dict:
     flag, data, out = (torch.tensor(v, dtype=torch.int32) for v in ([start], [0], [-1, -1]))
-    args = dict(flag=flag, data=data, out=out, target=target, deadline_ns=deadline_ns, off=off, SCOPE=scope)
+    step = (target - start) % 2**32  # what brings the flag there, beyond the largest int32 too
+    step -= 2**32 * (step >= 2**31)
+    args = dict(flag=flag, data=data, out=out, target=target, step=step, deadline_ns=deadline_ns, off=off, SCOPE=scope)
     emu.launch(waiter, (grid,), args, num_warps=1, **launch)
     return {"out": out}
 

@@ -97,7 +97,6 @@ class Waiting:
     """What a blocked agent waits for."""
 
     text: Callable[[], str]
-    lists: tuple[list, ...] = ()
     timed: bool = False
 
 

@@ -410,7 +410,7 @@ class Emulator:
     def block(self, text: Callable[[], str], *lists: list, timed: bool = False) -> None:
         """Put the running agent to sleep until one of the lists is woken."""
         agent = self.agent
-        agent.waiting = Waiting(text, lists, timed)
+        agent.waiting = Waiting(text, timed)
         for each in lists:
             each.append(agent)
         self.ready.remove(agent)

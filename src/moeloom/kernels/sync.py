@@ -65,19 +65,6 @@ def publish(ptr, amount, SCOPE: gl.constexpr, BULK: gl.constexpr):
 
 
 @gluon.jit
-def publish_value(ptr, value, SCOPE: gl.constexpr, BULK: gl.constexpr):
-    """Set a flag that has one writer to a value, after everything that this partition stored so far.
-
-    Args:
-        ptr: pointer to an int32.
-        value: int32, ahead of the old one by less than 2**31.
-        SCOPE, BULK: as in :func:`publish`.
-    """
-    _finish_stores(BULK)
-    gl.atomic_xchg(ptr, value, sem="release", scope=SCOPE)
-
-
-@gluon.jit
 def await_(ptr, target, deadline_ns, off, SCOPE: gl.constexpr, BULK: gl.constexpr):
     """Wait until a flag has reached ``target``; what was published before is then visible to this partition.
 

@@ -234,8 +234,3 @@ def full_like(x: Value, fill: object, *_: object, **__: object) -> Value:
 def ravel(x: Value, **_: object) -> Value:
     """All elements along one axis."""
     return x.reshape(dims(([x.numel],)))
-
-
-def bits_of(x: Value) -> np.ndarray:
-    """Storage of a value, for tests."""
-    return encode(x.a, x.ty).view(storage(x.ty))
