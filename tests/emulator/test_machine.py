@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from moeloom.compat import TensorDescriptor, fence_proxy_async, gl, gluon, mbarrier, tma_load, tma_store
+from moeloom.compat import (
+    TensorDescriptor,
+    fence_proxy_async,
+    gl,
+    gluon,
+    mbarrier,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
 from moeloom.emulator import KINDS, Deadlock, Emulator, Fault, NotEmulated, Race, sweep
 from moeloom.emulator.dtypes import FP8, decode, encode
 
@@ -102,7 +111,7 @@ def hand_over(data, flag, out, N: gl.constexpr, SEM: gl.constexpr):
     if gl.program_id(0) == 0:
         for k in range(N):
             gl.store(data + k * 128 + i, i + k)
-        gl.thread_barrier()
+        thread_barrier()
         gl.atomic_add(flag, 1, sem=SEM, scope="gpu")
     else:
         seen = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
